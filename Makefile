@@ -1,0 +1,64 @@
+# All happens in .venv, made on first use with the first Python >= 3.11 found (or: make PYTHON=path).
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help env demo test test-null lint format types bench clean distclean
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TYPED := build/typed
+PYTEST_ARGS ?=
+
+# One thread a process: ranks share the machine's cores, and sums come out in the same order every time.
+export OMP_NUM_THREADS := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+env: $(STAMP) ## make .venv and install the package in it, with the versions of constraints.txt
+
+$(STAMP): pyproject.toml setup.py constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 or newer is needed (make PYTHON=/path/to/python)"; exit 1; }
+	@[ -x $(BIN)/python ] || { echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing (the first time this downloads PyTorch; some minutes)"
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,hf]'
+	@touch $@
+
+demo: $(STAMP) ## train a small GPT on real text: 2 processes, 2 pipeline stages, compiled
+	@$(BIN)/python examples/01_train_gpt.py
+
+test: lint types ## lint, types, then every test
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-null: $(STAMP) ## only the tests that need no process group, no compiler and no device
+	@$(BIN)/python -m pytest -m "not gloo and not inductor and not cuda" $(PYTEST_ARGS)
+
+lint: $(STAMP) ## ruff: rules and format
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check . ; exit 1; }
+
+format: $(STAMP) ## let ruff repair what it can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+# Types are checked on the installed form, for only there passes/ stands at graphcomp.passes. build/lib must go first:
+# setuptools would ship files from it that the tree no longer has.
+types: $(STAMP) ## mypy on the built package
+	@rm -rf build/lib $(TYPED)
+	@$(BIN)/python -m pip install -q --no-deps --no-build-isolation --target $(TYPED) .
+	@cd $(TYPED) && $(CURDIR)/$(BIN)/python -m mypy --config-file $(CURDIR)/pyproject.toml \
+		--cache-dir $(CURDIR)/.mypy_cache -p graphcomp | sed 's#^graphcomp/passes/#passes/#'
+
+bench: $(STAMP) ## step time, memory and compile time against torch.distributed.pipelining
+	@$(BIN)/python benchmarks/pipeline.py
+
+clean: ## remove build outputs, caches and run folders
+	@rm -rf build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove .venv too
+	@rm -rf $(VENV)

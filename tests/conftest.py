@@ -1,0 +1,89 @@
+"""One thread, fresh seeds, tiers in order of cost, and no test may leave global state behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+import torch
+import torch.distributed as dist
+
+TIERS = ("gloo", "inductor", "cuda")
+
+# The same examples on every run, and no time limit on one example: the machine may be busy.
+hypothesis.settings.register_profile("graphcomp", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("graphcomp")
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)
+
+
+def missing_for_inductor() -> str | None:
+    """What Inductor needs on CPU and this machine does not have, in words; None if all is there."""
+    compilers = [os.environ.get("CXX"), "g++", "clang++"]
+    if not any(name and shutil.which(name) for name in compilers):
+        return "no C++ compiler (g++ or clang++) on this machine"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return "no Python headers (Python.h) on this machine"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, with the reason; run the cheap tiers first."""
+    lacks = {
+        "inductor": missing_for_inductor(),
+        "cuda": None if torch.cuda.is_available() else "no CUDA device",
+    }
+    for item in items:
+        for marker, reason in lacks.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+    items.sort(key=tier_of)  # stable: the order within a tier is pytest's own
+
+
+def tier_of(item: pytest.Item) -> int:
+    return max((place for place, name in enumerate(TIERS, 1) if item.get_closest_marker(name)), default=0)
+
+
+def global_state() -> dict[str, object]:
+    """What a test may change while it runs but must put back."""
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "gradient mode": torch.is_grad_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def restore(state: dict[str, object]) -> None:
+    torch.set_default_dtype(state["default dtype"])
+    torch.set_default_device(state["default device"])
+    torch.set_grad_enabled(state["gradient mode"])
+    torch.use_deterministic_algorithms(state["deterministic algorithms"])
+
+
+@pytest.fixture(autouse=True)
+def fresh_and_clean() -> Iterator[None]:
+    """Seed every generator before a test; fail the test that leaves a process group or a changed default."""
+    random.seed(0)
+    torch.manual_seed(0)
+    before = global_state()
+    yield
+    after = global_state()
+    left = [f"{name}: was {before[name]}, is {after[name]}" for name in before if before[name] != after[name]]
+    if left:
+        restore(before)
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        left.append("a process group is still initialised")
+    if left:
+        pytest.fail("the test leaves global state behind: " + "; ".join(left), pytrace=False)
