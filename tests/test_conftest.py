@@ -50,7 +50,7 @@ def test_after_the_leaks_all_is_as_it_was():
 
 @pytest.fixture
 def outcome(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.RunResult:
-    """The suite above, run in a process of its own (torch cannot be imported twice in one) without a compiler."""
+    """The suite above, without a compiler, in a process of its own: torch cannot be imported twice in one."""
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     pytester.makeconftest((HERE / "conftest.py").read_text())
