@@ -1,6 +1,6 @@
 """The rules of the source tree: what each says, as a function from one source file to its violations.
 
-A rule sees a path (as it stands in the tree) and the parsed text, so it can be tried on a text that breaks it.
+A rule sees a path (as it stands in the tree) and the parsed text, so it can be tried on text that breaks it.
 """
 
 from __future__ import annotations
