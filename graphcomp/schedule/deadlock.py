@@ -1,0 +1,65 @@
+"""The error for a deadlock: where every stuck rank stands and what it waits for."""
+
+from __future__ import annotations
+
+from graphcomp.errors import ScheduleError
+from graphcomp.schedule.actions import Action, Kind
+from graphcomp.schedule.progress import Progress
+from graphcomp.schedule.schedule import Schedule
+
+__all__ = ["deadlock_error"]
+
+_SHOWN = 8  # ranks
+_WINDOW = 3  # actions on either side of a rank's position
+
+
+def deadlock_error(
+    schedule: Schedule, progress: Progress, *, blocking: bool, completes_buffered: bool
+) -> ScheduleError:
+    """Show the ranks that wait for each other first, then others that are stuck, eight at most."""
+    cycle = _cycle(schedule, progress)
+    stuck = cycle + [rank for rank in progress.waits if rank not in cycle]
+    lines = [_position(schedule, progress, rank) for rank in stuck[:_SHOWN]]
+    if len(stuck) > _SHOWN:
+        lines.append(f"and {len(stuck) - _SHOWN} more ranks")
+    remedy = (
+        "with buffered sends it completes; let one of the ranks receive before it sends"
+        if completes_buffered
+        else None
+    )
+    return ScheduleError(
+        f"deadlock: {' waits for '.join(f'rank {rank}' for rank in [*cycle, cycle[0]])}",
+        where=f"schedule {schedule.name!r}, {'blocking' if blocking else 'buffered'} sends",
+        expected="every rank comes to its end",
+        got="".join(f"\n    {line}" for line in lines),
+        do=remedy,
+    )
+
+
+def _cycle(schedule: Schedule, progress: Progress) -> list[int]:
+    """Ranks each of which waits for the next. There is one: a stuck rank waits for a rank that is stuck."""
+    seen: dict[int, None] = {}
+    rank = next(iter(progress.waits))
+    while rank not in seen:
+        seen[rank] = None
+        rank = schedule.rank_of(progress.waits[rank].stage)
+    ranks = list(seen)
+    return ranks[ranks.index(rank) :]
+
+
+def _position(schedule: Schedule, progress: Progress, rank: int) -> str:
+    actions, at = schedule.ranks[rank], progress.positions[rank]
+    first = max(0, at - _WINDOW)
+    window = [str(action) for action in actions[first : at + _WINDOW + 1]]
+    window[at - first] = f">{window[at - first]}<"
+    head = ["..."] * (first > 0)
+    tail = ["..."] * (at + _WINDOW + 1 < len(actions))
+    event = progress.waits[rank]
+    waits = f"waiting for {_name(event)} of rank {schedule.rank_of(event.stage)}"
+    return (
+        f"rank {rank} stands at action {at} of {len(actions)}, {waits}: {' '.join([*head, *window, *tail])}"
+    )
+
+
+def _name(event: Action) -> str:
+    return f"the backward of {event.stage}F{event.microbatch}" if event.kind is Kind.I else str(event)

@@ -1,0 +1,41 @@
+"""1F1B: after a short warm-up, one forward and one backward in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from graphcomp.schedule.actions import Action, Kind
+from graphcomp.schedule.schedule import Schedule, require_counts, stage_per_rank
+
+__all__ = ["OneFOneB"]
+
+
+@dataclass(frozen=True)
+class OneFOneB:
+    """One forward, one backward in turn, after p-1-s forwards of warm-up on stage s of p.
+
+    Stage s holds at most p-s microbatches. Gradients accumulate in microbatch order, as with GPipe. Source:
+    Narayanan et al., PipeDream-Flush, 2021.
+    """
+
+    name: ClassVar[str] = "1f1b"
+
+    def build(self, stages: int, microbatches: int) -> Schedule:
+        """The actions for any number of microbatches. Raises ScheduleError for no stage or a negative
+        count."""
+        require_counts(self.name, stages, microbatches)
+        orders = [
+            _order(stage, min(stages - 1 - stage, microbatches), microbatches) for stage in range(stages)
+        ]
+        return stage_per_rank(self.name, microbatches, orders)
+
+
+def _order(stage: int, warmup: int, microbatches: int) -> Iterator[Action]:
+    for microbatch in range(warmup):
+        yield Action(stage, Kind.F, microbatch)
+    for microbatch in range(microbatches):
+        if microbatch + warmup < microbatches:
+            yield Action(stage, Kind.F, microbatch + warmup)
+        yield Action(stage, Kind.B, microbatch)
