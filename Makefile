@@ -1,6 +1,5 @@
 # All happens in .venv, made on first use with the first Python >= 3.11 found (or: make PYTHON=path).
 SHELL := bash
-.SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-null lint format types bench clean distclean
 
@@ -50,7 +49,7 @@ format: $(STAMP) ## let ruff repair what it can
 types: $(STAMP) ## mypy on the built package
 	@rm -rf build/lib $(TYPED)
 	@$(BIN)/python -m pip install -q --no-deps --no-build-isolation --target $(TYPED) .
-	@cd $(TYPED) && $(CURDIR)/$(BIN)/python -m mypy --config-file $(CURDIR)/pyproject.toml \
+	@set -o pipefail; cd $(TYPED) && $(CURDIR)/$(BIN)/python -m mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache -p graphcomp | sed 's#^graphcomp/passes/#passes/#'
 
 bench: $(STAMP) ## step time, memory and compile time against torch.distributed.pipelining
