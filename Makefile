@@ -22,7 +22,7 @@ env: $(STAMP) ## make .venv and install the package in it, with the versions of 
 
 $(STAMP): pyproject.toml setup.py constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 or newer is needed (make PYTHON=/path/to/python)"; exit 1; }
-	@[ -x $(BIN)/python ] || { echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@[ -x $(BIN)/pip ] || { echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing (the first time this downloads PyTorch; some minutes)"
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,hf]'
 	@touch $@
