@@ -1,0 +1,126 @@
+"""Batches: how a microbatch is flattened, told apart from others, and passed to the model's forward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphcomp.compat.pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from graphcomp.errors import BatchError
+
+
+def plain(batch: Any) -> Any:
+    """Any Mapping counts as a dict, so that batches of a library's own type are pytrees."""
+    return dict(batch) if isinstance(batch, Mapping) and type(batch) is not dict else batch
+
+
+def size_class(size: int) -> int:
+    """0 and 1 need programs of their own (no rows; broadcasting); all larger sizes share one."""
+    return size if size < 2 else 2
+
+
+def leaf_key(leaf: Any) -> Any:
+    """What a program depends on in one leaf: never the contents of a tensor, always those of everything else."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dtype, leaf.device, tuple(size_class(size) for size in leaf.shape), leaf.requires_grad
+    return type(leaf), leaf
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """The structure of a microbatch.
+
+    tree: pytree spec. paths: one a leaf. static: the leaves that are no tensors, by position.
+    """
+
+    tree: TreeSpec
+    paths: tuple[str, ...]
+    static: Mapping[int, Any]
+
+    def unflatten(self, tensors: Mapping[str, Any]) -> Any:
+        """The pytree with these tensors, by path, and the original other leaves."""
+        leaves = [self.static[i] if i in self.static else tensors[path] for i, path in enumerate(self.paths)]
+        return tree_unflatten(leaves, self.tree)
+
+
+def describe(batch: Any) -> tuple[BatchSpec, dict[str, torch.Tensor]]:
+    """Flatten an example microbatch: its spec, and its tensors by path."""
+    pairs, tree = tree_flatten_with_path(plain(batch))
+    paths, tensors, static = [], {}, {}
+    for position, (keys, leaf) in enumerate(pairs):
+        path = keystr(keys) or "batch"
+        paths.append(path)
+        if isinstance(leaf, torch.Tensor):
+            if leaf.requires_grad:
+                raise BatchError(
+                    f"the batch tensor {path} requires a gradient, which a compiled step does not compute",
+                    do="detach it, or make it a parameter of the model",
+                )
+            tensors[path] = leaf
+        else:
+            static[position] = leaf
+    return BatchSpec(tree, tuple(paths), static), tensors
+
+
+def batch_key(batch: Any) -> tuple[Any, list[Any]]:
+    """A hashable key of everything in a microbatch that selects a program, and its flat leaves.
+
+    Raises BatchError for a leaf that cannot be compared.
+    """
+    leaves, tree = tree_flatten(plain(batch))
+    key = (tree, *map(leaf_key, leaves))
+    try:
+        hash(key)
+    except TypeError as error:
+        bad = next(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and not _hashable(leaf))
+        raise BatchError(
+            f"the batch holds a {type(bad).__name__}, which is neither a tensor nor a plain value",
+            expected="tensors, numbers, strings, None, and containers of them",
+            do="register its type as a pytree, or leave it out of the batch",
+        ) from error
+    return key, leaves
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments for the model's forward.
+
+    A dict gives the arguments that the forward accepts by name (all of its fields where there is a `**kwargs`), a
+    tuple as many positional ones as the forward takes, anything else the one argument.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    kinds = {parameter.kind for parameter in parameters}
+    if isinstance(batch, dict):
+        if inspect.Parameter.VAR_KEYWORD in kinds:
+            return (), dict(batch)
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        accepted = {parameter.name for parameter in parameters if parameter.kind in named}
+        given = {name: value for name, value in batch.items() if name in accepted}
+        missing = [p.name for p in parameters if p.kind in named and p.default is p.empty and p.name not in given]
+        if missing:
+            raise BatchError(
+                f"the model's forward needs {', '.join(missing)}, which the batch does not hold",
+                where=f"{type(model).__name__}.forward",
+                expected=", ".join(sorted(accepted)),
+                got=", ".join(map(str, batch)),
+                do="name the batch's fields as the forward names its arguments, or pass a tuple",
+            )
+        return (), given
+    if isinstance(batch, tuple):
+        if inspect.Parameter.VAR_POSITIONAL in kinds:
+            return batch, {}
+        positional = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+        return batch[: sum(parameter.kind in positional for parameter in parameters)], {}
+    return (batch,), {}

@@ -1,0 +1,275 @@
+"""Capture: an unmodified module, a loss function and one example microbatch become one joint program."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from graphcomp import losses as loss_rules
+from graphcomp.capture.batch import BatchSpec, arguments, describe, plain
+from graphcomp.capture.joint import Joint, LossSpec, MetricSpec
+from graphcomp.capture.labels import Labels, role_of, sequence_of
+from graphcomp.capture.refuse import check_hooks, check_random_recompute, explained
+from graphcomp.capture.state import Captured, Reachable, State, unchanged_model
+from graphcomp.compat.pytree import keystr, tree_flatten_with_path
+from graphcomp.compat.symbols import FakeTensorMode, conditions, expression, fake_batch_leaf, new_fake_mode, symbol_names
+from graphcomp.compat.tracing import swapped_state, trace
+from graphcomp.errors import CaptureError, LossError
+from graphcomp.ir import meta
+from graphcomp.ir import signature as role
+from graphcomp.ir.meta import Phase
+from graphcomp.ir.normalize import lift_sizes
+from graphcomp.ir.program import Level, Program
+from graphcomp.ir.sizes import Sizes
+
+LossFunction = Callable[[Any, Any], Any]
+
+
+@dataclass
+class _Results:
+    """What the traced function hands out, by role, and what it learned on the way."""
+
+    roles: list[role.Role] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    losses: list[LossSpec] = field(default_factory=list)
+    metrics: list[MetricSpec] = field(default_factory=list)
+    output_leaves: list[Any] = field(default_factory=list)
+    output_tree: Any = None
+
+    def add(self, what: role.Role, value: Any) -> None:
+        self.roles.append(what)
+        self.values.append(value)
+
+
+def capture(
+    model: nn.Module, loss_fn: LossFunction | None, batch: Any, *, device: torch.device | None = None
+) -> Joint:
+    """Trace forward, loss and backward of one microbatch into a joint program.
+
+    batch: an example; its tensor sizes become symbols (0 and 1 excepted), everything else in it is fixed.
+    device: where parameters on meta will live; others stay where they are.
+
+    The model is left exactly as it was, also on an error. The graph may still hold in-place operations, which the
+    `functionalize` pass removes. Raises CaptureError, LossError, BatchError, StateError.
+    """
+    began = time.perf_counter()
+    check_hooks(model)
+    spec, tensors = describe(batch)
+    mode = new_fake_mode()
+    state = State.fake(model, mode, device)
+    leaves = {path: fake_batch_leaf(mode, leaf, path) for path, leaf in tensors.items()}
+    labels, results = Labels(), _Results()
+
+    def function(fakes: Sequence[torch.Tensor], batch_leaves: Sequence[torch.Tensor]) -> list[Any]:
+        own = state.named(fakes)
+        with labels.applied(), labels.module_names(model), torch.enable_grad():
+            _run(model, loss_fn, spec, own, dict(zip(leaves, batch_leaves, strict=True)), labels, results)
+        return results.values
+
+    with unchanged_model(model), explained(model, labels), mode:
+        module = trace(function, (state.fakes, list(leaves.values())))
+    roles = [*state.roles, *(role.BatchLeaf(path) for path in leaves)]
+    program, captured = _normalize(module, roles, results.roles, mode, leaves, Reachable(model, loss_fn))
+    check_random_recompute(program)
+    return Joint(
+        program=program,
+        sizes=_sizes(program, mode, leaves),
+        losses=tuple(results.losses),
+        metrics=tuple(results.metrics),
+        captured=captured,
+        output_tree=results.output_tree,
+        output_leaves=tuple(results.output_leaves),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _run(
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    spec: BatchSpec,
+    state: dict[str, torch.Tensor],
+    leaves: dict[str, torch.Tensor],
+    labels: Labels,
+    results: _Results,
+) -> None:
+    """The training step of one microbatch, as eager code, run once under the tracer."""
+    batch = spec.unflatten(leaves)
+    positional, named = arguments(model, batch)
+    with swapped_state(model, state):
+        output = model(*positional, **named)
+        updated = {name: buffer for name, buffer in model.named_buffers() if buffer is not state[name]}
+        labels.phase, labels.module = Phase.LOSS, None
+        if loss_fn is None:
+            found, metrics = loss_rules.from_output(output)
+        else:
+            found, metrics = loss_rules.normalize(loss_fn(output, batch))
+    objective = None
+    for name, loss in found.items():
+        if isinstance(loss, loss_rules.TokenLoss):
+            total, kind, tokens = loss.total, "token", loss.tokens
+            results.add(role.Tokens(name), tokens)
+        else:
+            total, kind, tokens = loss.value, "mean", torch.empty((), dtype=torch.int64)
+        results.losses.append(LossSpec(name, kind))  # type: ignore[arg-type]
+        results.add(role.Loss(name), total)
+        dtype = torch.float64 if torch.is_tensor(tokens) and tokens.is_floating_point() else torch.int64
+        with labels.standing_for(role.Denominator(name)):
+            denominator = torch.empty((), dtype=dtype, device=total.device)
+        share = total / denominator.to(total.dtype)
+        objective = share if objective is None else objective + share
+    if objective is None or not objective.requires_grad:
+        raise LossError(
+            "the loss needs no gradient: no trainable parameter takes part in it",
+            got=", ".join(found) or "no loss",
+            do="check requires_grad of the parameters and that the loss is not detached or made under no_grad",
+        )
+    for name, value in metrics.items():
+        results.metrics.append(MetricSpec(name, value.reduction))
+        results.add(role.Metric(name), value.value)
+    for name, buffer in updated.items():
+        results.add(role.BufferUpdate(name), buffer)
+    pairs, results.output_tree = tree_flatten_with_path(plain(output) if type(output) is dict else output)
+    for keys, leaf in pairs:
+        if isinstance(leaf, torch.Tensor):
+            path = keystr(keys) or "output"
+            results.output_leaves.append(role.Output(path))
+            results.add(role.Output(path), leaf)
+        else:
+            results.output_leaves.append(leaf)
+    trainable = {name: p for name, p in state.items() if p.requires_grad}
+    with labels.standing_for(role.LossScale()):
+        scale = torch.empty_like(objective)
+    with labels.backward_of(objective):
+        gradients = torch.autograd.grad(objective, list(trainable.values()), scale, allow_unused=True)
+    for name, gradient in zip(trainable, gradients, strict=True):
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise CaptureError(
+                f"parameter '{name}' gets a sparse gradient, which cannot be reduced or accumulated here",
+                do="build the embedding with sparse=False",
+            )
+        results.add(role.Grad(name), gradient)
+
+
+def _normalize(
+    module: GraphModule,
+    inputs: Sequence[role.Role],
+    outputs: Sequence[role.Role],
+    mode: FakeTensorMode,
+    leaves: dict[str, torch.Tensor],
+    reachable: Reachable,
+) -> tuple[Program, dict[str, Captured]]:
+    """From make_fx's graph to a program: every outside value an input with a role, sizes lifted, operations numbered."""
+    graph = module.graph
+    nodes = [node for node in graph.nodes if node.op == "placeholder"]
+    roles = dict(zip(nodes, inputs, strict=True))
+    constants: dict[str, torch.Tensor] = {}
+    captured: dict[str, Captured] = {}
+    end = next(node for node in graph.nodes if node.op != "placeholder")
+
+    def add(what: role.Role, value: object) -> Node:
+        with graph.inserting_before(end):
+            node = graph.placeholder(str(what).replace(" ", "_"))
+        meta.set_value(node, value)
+        roles[node] = what
+        return node
+
+    known: dict[int, Node] = {}
+    for node in list(graph.nodes):
+        stands_for = role_of(node)
+        if stands_for is not None:
+            node.replace_all_uses_with(add(stands_for, meta.value(node)))
+            graph.erase_node(node)
+        elif node.op == "get_attr":
+            real = getattr(module, str(node.target))
+            if id(real) not in known:
+                fake = mode.from_tensor(real, static_shapes=True)
+                source = reachable.find(real)
+                if source is not None:
+                    captured[source.name] = source
+                    known[id(real)] = add(role.Captured(source.name), fake)
+                else:
+                    reachable.require_literal(node)
+                    name = str(len(constants))
+                    constants[name] = real
+                    known[id(real)] = add(role.Constant(name), fake)
+            node.replace_all_uses_with(known[id(real)])
+            graph.erase_node(node)
+    sizes = {}
+    for path, leaf in leaves.items():
+        for number in leaf.shape:
+            symbol = expression(mode, number)
+            if not isinstance(symbol, int) and symbol.is_Symbol and str(symbol) not in sizes:
+                sizes[str(symbol)] = add(role.Size(str(symbol)), number)
+    lift_sizes(graph, mode, sizes)
+    for node in nodes:
+        node.name = _short(str(roles[node]))
+    _number_operations(graph)
+    returned: Any = graph.output_node().args[0]
+    graph.output_node().args = (tuple(returned),)
+    order = [node for node in graph.nodes if node.op == "placeholder"]
+    program = Program(
+        "joint", Level.JOINT, graph, tuple(roles[n] for n in order), tuple(outputs), mode, constants
+    )
+    return drop_unused_inputs(program), captured
+
+
+def drop_unused_inputs(program: Program) -> Program:
+    """Remove placeholders that nobody reads, such as batch fields that the model does not use."""
+    kept = []
+    for what, node in list(program.input_nodes()):
+        if node.users:
+            kept.append(what)
+        else:
+            program.graph.erase_node(node)
+    program.set_signature(kept, program.outputs)
+    return program
+
+
+def _short(text: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in text.split(" ", 1)[-1]).strip("_") or "batch"
+
+
+def _number_operations(graph: Graph) -> None:
+    """Number the differentiable operations; give each backward node its operation's number, module and source line.
+
+    The first node made under a sequence number is the one that autograd recorded: the number is given just before.
+    """
+    twins: dict[int, Node] = {}
+    backward = []
+    for node in graph.nodes:
+        sequence = sequence_of(node)
+        if node.op != "call_function" or sequence is None:
+            continue
+        if meta.note(node).phase is Phase.BACKWARD:
+            backward.append(node)
+        else:
+            twins.setdefault(sequence, node)
+    used = sorted({sequence for node in backward if (sequence := sequence_of(node)) in twins})
+    numbers = {sequence: number for number, sequence in enumerate(used)}
+    for sequence, number in numbers.items():
+        meta.amend(twins[sequence], operation=number)
+    for node in backward:
+        sequence = sequence_of(node)
+        if sequence in numbers:
+            at = meta.note(twins[sequence])
+            meta.amend(node, operation=numbers[sequence], module=at.module, source=at.source)
+
+
+def _sizes(program: Program, mode: FakeTensorMode, leaves: dict[str, torch.Tensor]) -> Sizes:
+    """The sizes of the leaves that the program reads, and of those whose symbols it uses otherwise."""
+    shapes = {path: tuple(expression(mode, size) for size in leaf.shape) for path, leaf in leaves.items()}
+    read = {what.path for what in program.inputs if isinstance(what, role.BatchLeaf)}
+    used = {what.symbol for what in program.inputs if isinstance(what, role.Size)}
+    relevant = {p: shape for p, shape in shapes.items() if p in read or used & symbol_names(shape)}
+    symbols: dict[str, tuple[str, int]] = {}
+    for path, shape in relevant.items():
+        for dimension, size in enumerate(shape):
+            if not isinstance(size, int) and size.is_Symbol:
+                symbols.setdefault(str(size), (path, dimension))
+    return Sizes(symbols, relevant, conditions(mode, set(symbols)))

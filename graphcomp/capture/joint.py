@@ -1,0 +1,53 @@
+"""What a capture yields: the joint program and everything known about the borders it was traced at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from graphcomp.capture.state import Captured
+from graphcomp.compat.pytree import TreeSpec
+
+from graphcomp.ir.program import Program
+from graphcomp.ir.sizes import Sizes
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """A named loss. kind "token": divided by its token count; "mean": by the number of microbatches."""
+
+    name: str
+    kind: Literal["token", "mean"]
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """A named metric and how its values of all microbatches and data ranks are combined."""
+
+    name: str
+    reduction: Literal["sum", "mean", "max", "min", "last"]
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The captured training step of one microbatch.
+
+    program: level joint. Inputs: Param, Buffer, BatchLeaf, Size, Captured, Constant, Denominator, LossScale, Seed, only
+        those in use. Outputs: Tokens, Loss, Metric, Grad (of every trainable parameter; None where eager has none),
+        BufferUpdate, Output.
+    sizes: the symbols, where in the microbatch each is read, and the conditions the trace relied on.
+    captured: where the live tensors behind `Captured` inputs are read, by name.
+    output_tree: pytree spec of the model's output; leaves that are no tensors stand in `output_leaves`.
+    output_leaves: one entry a leaf: the path of an `Output` role, or the plain value itself.
+    seconds: what the capture took.
+    """
+
+    program: Program
+    sizes: Sizes
+    losses: tuple[LossSpec, ...]
+    metrics: tuple[MetricSpec, ...]
+    captured: Mapping[str, Captured]
+    output_tree: TreeSpec | None
+    output_leaves: tuple[Any, ...]
+    seconds: float

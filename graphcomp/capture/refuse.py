@@ -1,0 +1,67 @@
+"""Refusals at capture: what a traced step cannot honour is named, with the user's own line and a way out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from graphcomp.capture.labels import Labels, error_line
+from graphcomp.compat.symbols import DATA_DEPENDENT
+from graphcomp.compat.tracing import has_gradient_hooks
+from graphcomp.errors import CaptureError, StateError
+from graphcomp.ir import meta
+from graphcomp.ir.meta import Phase
+from graphcomp.ir.program import Program
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Refuse hooks on parameters: autograd would call them, a program cannot."""
+    for name, parameter in model.named_parameters():
+        if has_gradient_hooks(parameter):
+            raise StateError(
+                f"parameter '{name}' has a gradient hook, which a compiled step would not call",
+                where=type(model).__name__,
+                do="remove the hook and change the gradient in .grad after the step",
+            )
+
+
+def is_random(target: object) -> bool:
+    """Whether an operation draws from a random generator."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def check_random_recompute(program: Program) -> None:
+    """Refuse a random operation that runs a second time in backward: it would draw other numbers."""
+    for node in program.calls():
+        at = meta.note(node)
+        if at.phase is Phase.BACKWARD and is_random(node.target):
+            raise CaptureError(
+                "a random operation is run again in backward and would draw other numbers than in forward",
+                where=f"module '{at.module}' {at.source or ''}",
+                got=str(node.target),
+                do="keep dropout out of regions under torch.utils.checkpoint, or do not checkpoint them",
+            )
+
+
+@contextlib.contextmanager
+def explained(model: nn.Module, labels: Labels) -> Iterator[None]:
+    """Turn what goes wrong while tracing into an error that shows the user's line; user errors keep their type."""
+    try:
+        yield
+    except DATA_DEPENDENT as error:
+        module = f"module '{labels.module}'" if labels.module else type(model).__name__
+        raise CaptureError(
+            "the code decides on the contents of a tensor, which one program for all batches cannot do",
+            where=f"{module}, {error_line(error.__traceback__) or labels.phase}",
+            got=str(error).splitlines()[0],
+            do="use torch.where or masks instead of `if`, .item(), .tolist() or nonzero() on tensors; "
+            "a number known on the host may be a batch field",
+        ) from error
+    except Exception as error:
+        line = error_line(error.__traceback__)
+        error.add_note(f"graphcomp: while tracing {labels.phase} of {type(model).__name__}"
+                       + (f", module '{labels.module}'" if labels.module else "") + (f", at {line}" if line else ""))
+        raise

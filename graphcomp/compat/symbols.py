@@ -1,0 +1,85 @@
+"""Symbolic sizes. The shape environment, its guards and torch's printers of sympy have no public names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo.source import LocalSource
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.printers import PythonPrinter
+
+__all__ = ["FakeTensorMode", "PythonPrinter", "conditions", "expression", "fake_batch_leaf", "new_fake_mode"]
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """A fake mode whose shape environment does not tie equal sizes together.
+
+    Real tensors may enter: they become attribute nodes, which the capture then lifts or refuses by name.
+    """
+    return FakeTensorMode(shape_env=ShapeEnv(duck_shape=False), allow_non_fake_inputs=True)
+
+
+def fake_batch_leaf(mode: FakeTensorMode, leaf: torch.Tensor, name: str) -> torch.Tensor:
+    """A fake of one batch tensor in which every dimension is a symbol of its own (sizes 0 and 1 stay numbers)."""
+    context = StatelessSymbolicContext(
+        dynamic_sizes=[DimDynamic.DYNAMIC] * leaf.dim(), constraint_sizes=[None] * leaf.dim()
+    )
+    return mode.from_tensor(leaf, symbolic_context=context, source=LocalSource(name))
+
+
+def expression(mode: FakeTensorMode, number: object) -> sympy.Expr | int:
+    """The simplified expression of a symbolic or plain integer; symbols the trace has equated are merged."""
+    if isinstance(number, torch.SymInt):
+        found = mode.shape_env.replace(number.node.expr)  # type: ignore[union-attr]
+        return int(found) if found.is_Integer else found
+    return int(number)  # type: ignore[call-overload,no-any-return]
+
+
+def symbol_names(expressions: Sequence[object]) -> set[str]:
+    """The names of all symbols in the expressions."""
+    return {str(s) for e in expressions if isinstance(e, sympy.Basic) for s in e.free_symbols}
+
+
+def conditions(mode: FakeTensorMode, symbols: set[str], start: int = 0) -> tuple[sympy.Basic, ...]:
+    """All that the shape environment assumes of these symbols: its guards from number `start` on, and the ranges."""
+    env: Any = mode.shape_env
+    found: dict[sympy.Basic, None] = {}
+    for guard in env.guards[start:]:
+        relation = env.replace(guard.expr)
+        if relation.free_symbols and {str(s) for s in relation.free_symbols} <= symbols:
+            found[relation] = None
+    for symbol, bounds in env.var_to_range.items():
+        if str(symbol) in symbols:
+            if bounds.lower > 0:
+                found[sympy.Ge(symbol, bounds.lower, evaluate=False)] = None
+            if bounds.upper < int_oo and int(bounds.upper) < 2**62:
+                found[sympy.Le(symbol, bounds.upper, evaluate=False)] = None
+    return tuple(found)
+
+
+def guard_count(mode: FakeTensorMode) -> int:
+    """How many guards the shape environment holds so far."""
+    env: Any = mode.shape_env
+    return len(env.guards)
+
+
+def size_value(like: object, number: sympy.Expr) -> object:
+    """A symbolic integer for an expression, in the shape environment of another symbolic integer."""
+    if not isinstance(like, torch.SymInt):
+        raise TypeError(f"expected a symbolic integer, got {type(like).__name__}")
+    env = like.node.shape_env
+    return env.create_symintnode(number, hint=None)
+
+
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+"""What fake tensors raise when code asks for the contents of a tensor."""

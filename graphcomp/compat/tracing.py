@@ -1,0 +1,57 @@
+"""Tracing. make_fx has no public way to see nodes while they are made, nor to swap state into a module untouched."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.nn.utils.stateless import _reparametrize_module
+
+
+@contextlib.contextmanager
+def observe_nodes(observer: Callable[[Node], None]) -> Iterator[None]:
+    """Within, `observer` is called with each node that the active make_fx tracer makes, at the moment it is made."""
+    tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+    original = tracer.create_node
+
+    def create_node(*args: Any, **kwargs: Any) -> Node:
+        node: Node = original(*args, **kwargs)
+        observer(node)
+        return node
+
+    tracer.create_node = create_node
+    try:
+        yield
+    finally:
+        del tracer.create_node
+
+
+def next_sequence_number() -> int:
+    """The number that the next autograd node of this thread gets."""
+    return torch.autograd._get_sequence_nr()
+
+
+def sequence_number(function: Any) -> int:
+    """The number an autograd node got; backward nodes find their forward nodes by it."""
+    return int(function._sequence_nr())
+
+
+def swapped_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Run `model` with other tensors in the place of its parameters and buffers; tied names follow one another."""
+    return _reparametrize_module(model, dict(state), tie_weights=True)  # type: ignore[arg-type,return-value]
+
+
+def trace(function: Callable[..., Any], arguments: Sequence[Any]) -> GraphModule:
+    """make_fx over fake arguments (nested sequences of fake tensors), without decompositions."""
+    return make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*arguments)
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether the user registered a gradient hook or a post-accumulate hook on a parameter."""
+    hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return any(hooks)

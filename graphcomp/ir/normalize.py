@@ -1,0 +1,101 @@
+"""Bring a traced graph into the normal form of programs: sizes are inputs, not operations on tensors."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from graphcomp.compat.symbols import FakeTensorMode, expression, size_value
+from graphcomp.errors import CaptureError
+from graphcomp.ir import meta
+
+SHAPE_READS = frozenset(
+    {
+        torch.ops.aten.sym_size.int,
+        torch.ops.aten.sym_numel.default,
+        torch.ops.aten.sym_stride.int,
+        torch.ops.aten.sym_storage_offset.default,
+    }
+)
+_OPERATIONS = {
+    "Add": operator.add,
+    "Mul": operator.mul,
+    "FloorDiv": operator.floordiv,
+    "PythonMod": operator.mod,
+    "Mod": operator.mod,
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
+}
+
+
+def number_of(node: Node, mode: FakeTensorMode) -> sympy.Expr | int | None:
+    """The expression behind an integer-valued node; None for every other node."""
+    found = meta.value(node)
+    if isinstance(found, bool) or not isinstance(found, (int, torch.SymInt)):
+        return None
+    return expression(mode, found)
+
+
+def lift_sizes(graph: Graph, mode: FakeTensorMode, inputs: Mapping[str, Node]) -> None:
+    """Replace each node that computes a size by the size's input, or by the plain number it is known to be.
+
+    `inputs`: the placeholder of every symbol, by name. Integer nodes that are proper expressions stay, now computed
+    from those placeholders; reads of a tensor's shape are rebuilt from the same placeholders.
+    """
+    for node in list(graph.nodes):
+        number = number_of(node, mode) if node.op == "call_function" else None
+        if number is None:
+            continue
+        if isinstance(number, int):
+            replace_by_number(node, number)
+        elif number.is_Symbol and str(number) in inputs:
+            node.replace_all_uses_with(inputs[str(number)])
+        elif node.target in SHAPE_READS:
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(_build(graph, number, inputs, node))
+        else:
+            continue
+        graph.erase_node(node)
+
+
+def replace_by_number(node: Node, number: int) -> None:
+    """Put a plain number in the place of a node wherever it is used (fx itself can only put nodes)."""
+
+    def swap(argument: Node) -> Any:
+        return number if argument is node else argument
+
+    for user in list(node.users):
+        user.args = map_arg(user.args, swap)
+        user.kwargs = map_arg(user.kwargs, swap)
+
+
+def _build(graph: Graph, number: sympy.Expr, inputs: Mapping[str, Node], like: Node) -> Node:
+    """Nodes that compute an expression of sizes, at the current insertion point, annotated like `like`."""
+
+    def visit(part: sympy.Expr) -> Any:
+        if part.is_Integer:
+            return int(part)
+        if part.is_Symbol:
+            return inputs[str(part)]
+        function = _OPERATIONS.get(part.func.__name__)
+        if function is None:
+            raise CaptureError(
+                f"a tensor's size is an expression that cannot be computed from the batch: {number}",
+                where=meta.note(like).source,
+                do="make the size depend on the batch by sums, products, whole division, min and max only",
+            )
+        result = visit(part.args[0])
+        for count, argument in enumerate(part.args[1:], start=2):
+            result = graph.call_function(function, (result, visit(argument)))
+            meta.set_value(result, size_value(meta.value(like), part.func(*part.args[:count])))
+            meta.inherit(result, like)
+        return result
+
+    built: Node = visit(number)
+    return built

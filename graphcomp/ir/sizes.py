@@ -1,0 +1,80 @@
+"""Symbolic sizes: which numbers of a microbatch they are, and the conditions a program relies on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import sympy
+import torch
+from graphcomp.compat.symbols import PythonPrinter
+
+Expression = sympy.Expr | int
+
+
+def evaluator(expressions: Sequence[object], symbols: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
+    """Compile expressions into one host function of the sizes (positional, in the order of `symbols`)."""
+    printer = PythonPrinter()
+    body = ", ".join(printer.doprint(sympy.sympify(expression)) for expression in expressions)
+    names = {"math": __import__("math"), "max": max, "min": min}
+    return eval(f"lambda {', '.join(symbols)}: ({body}{',' if expressions else ''})", names)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one microbatch that a program does not fix.
+
+    symbols: name of the symbol -> (path of the batch leaf, dimension) where its value is read.
+    shapes: what the program takes each batch leaf's shape to be; this ties leaves whose sizes must be equal.
+    conditions: sympy relations over the symbols that hold for every microbatch the program may serve.
+    """
+
+    symbols: Mapping[str, tuple[str, int]]
+    shapes: Mapping[str, tuple[Expression, ...]]
+    conditions: tuple[Any, ...] = ()
+
+    def bind(self, leaves: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """Read the sizes of a microbatch (leaves by path) on the host."""
+        return {symbol: leaves[path].shape[dim] for symbol, (path, dim) in self.symbols.items()}
+
+    def accepts(self, sizes: Mapping[str, int], leaves: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a microbatch meets every shape and condition. Cheap: one compiled host function."""
+        values = [sizes[symbol] for symbol in self.symbols]
+        shapes = tuple(size for path in self.shapes for size in leaves[path].shape)
+        return self._shapes(*values) == shapes and all(self._conditions(*values))
+
+    def differences(self, sizes: Mapping[str, int], leaves: Mapping[str, torch.Tensor]) -> list[str]:
+        """In words, what a microbatch does not meet."""
+        values = [sizes[symbol] for symbol in self.symbols]
+        found = []
+        expected = iter(self._shapes(*values))
+        for path, shape in self.shapes.items():
+            want = tuple(next(expected) for _ in shape)
+            if want != tuple(leaves[path].shape):
+                found.append(f"{path} has shape {tuple(leaves[path].shape)}, expected {want}")
+        for condition, holds in zip(self.conditions, self._conditions(*values), strict=True):
+            if not holds:
+                found.append(f"{self.readable(condition)} does not hold")
+        return found
+
+    def readable(self, condition: object) -> str:
+        """A condition with each symbol written as the size it stands for."""
+        text = str(condition)
+        for symbol in sorted(self.symbols, key=len, reverse=True):
+            path, dim = self.symbols[symbol]
+            text = text.replace(symbol, f"{path}.shape[{dim}]")
+        return text
+
+    def with_conditions(self, more: Sequence[Any]) -> Sizes:
+        """The same sizes under further conditions, such as those a compiler adds."""
+        return Sizes(self.symbols, self.shapes, tuple(dict.fromkeys((*self.conditions, *more))))
+
+    @cached_property
+    def _conditions(self) -> Callable[..., tuple[Any, ...]]:
+        return evaluator(self.conditions, list(self.symbols))
+
+    @cached_property
+    def _shapes(self) -> Callable[..., tuple[Any, ...]]:
+        return evaluator([size for shape in self.shapes.values() for size in shape], list(self.symbols))

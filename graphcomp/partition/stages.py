@@ -1,0 +1,66 @@
+"""What the partition yields: one set of programs a stage, and the boundaries between stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from graphcomp.capture.joint import Joint
+from graphcomp.ir.program import Program
+from graphcomp.ir.sizes import Expression
+
+
+@dataclass(frozen=True)
+class Carried:
+    """One value of a boundary: its node's name, dtype, device type, and shape over the microbatch's own sizes."""
+
+    name: str
+    dtype: torch.dtype
+    device: str
+    shape: tuple[Expression, ...]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The ordered values that cross from stage `source` to its neighbour `target`; target < source: gradients."""
+
+    source: int
+    target: int
+    values: tuple[Carried, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The programs of one stage; all signatures are subsets of the ambient inputs, Activation and Saved roles.
+
+    forward: outputs Activation(index, index+1, i) in order, then Saved(i) in order, then Loss, Metric, BufferUpdate, Output.
+    backward: inputs with Saved(i) and Activation(index+1, index, i); outputs Activation(index, index-1, i), then Grad.
+        None where nothing in this stage or below needs a gradient.
+    fused: both in one, without saved values, for when the schedule runs them back to back. Equal to forward where
+        backward is None.
+    """
+
+    index: int
+    forward: Program
+    backward: Program | None
+    fused: Program
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """A joint program cut into stages.
+
+    prologue: the token counts of one microbatch from the batch alone: outputs Tokens; None with no token loss.
+    forward_boundaries / backward_boundaries: by source stage; absent where nothing crosses.
+    parameter_stages: for every parameter, the stages that use it, ascending; more than one: gradients are summed over them
+        once a step.
+    """
+
+    joint: Joint
+    prologue: Program | None
+    stages: tuple[Stage, ...]
+    forward_boundaries: Mapping[int, Boundary]
+    backward_boundaries: Mapping[int, Boundary]
+    parameter_stages: Mapping[str, tuple[int, ...]]
