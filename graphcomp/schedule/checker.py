@@ -89,9 +89,12 @@ def _check_actions(schedule: Schedule) -> dict[Action, _Place]:
         for position, action in enumerate(actions):
             place = _Place(rank, position, action)
             if not (action.stage < schedule.stages and schedule.rank_of(action.stage) == rank):
-                got = f"stages {list(schedule.stages_of(rank))}"
-                what = f"{action} is on a rank that does not hold stage {action.stage}"
-                raise ScheduleError(what, where=_where(schedule, place), got=got)
+                raise ScheduleError(
+                    f"{action} is on a rank that does not hold stage {action.stage}",
+                    where=_where(schedule, place),
+                    expected=f"stages {list(schedule.stages_of(rank))}",
+                    got=f"stage {action.stage}",
+                )
             for event in yields(action):
                 if event in places:
                     what = f"{action} does again what {places[event].action} did"
@@ -106,19 +109,19 @@ def _check_complete(schedule: Schedule, places: dict[Action, _Place]) -> None:
     for event in expected:
         if event not in places:
             rank = schedule.rank_of(event.stage)
-            found = [str(action) for action in schedule.ranks[rank] if action.stage == event.stage]
+            found = [action for action in schedule.ranks[rank] if action.stage == event.stage]
             raise ScheduleError(
-                f"{_spelled(event)} is missing",
+                f"{_spelled(event, found)} is missing",
                 where=f"schedule {schedule.name!r}, rank {rank}",
                 expected=f"every microbatch 0..{schedule.microbatches - 1} exactly once",
-                got=textwrap.shorten(" ".join(found) or "nothing", 400),
+                got=textwrap.shorten(" ".join(map(str, found)) or "nothing", 400),
             )
     for event, place in places.items():
         if event not in expected:
             raise ScheduleError(
                 f"{place.action} has no place in this schedule",
                 where=_where(schedule, place),
-                expected=f"{schedule.microbatches} microbatches, {_facts(schedule)}",
+                expected=f"microbatches below {schedule.microbatches}, {_facts(schedule)}",
             )
 
 
@@ -155,17 +158,17 @@ def _check_channels(schedule: Schedule) -> None:
                 source, target, _ = channel
                 raise ScheduleError(
                     f"rank {source} sends in another order than rank {target} receives",
-                    where=f"schedule {schedule.name!r}, transfer {number} from rank {source} to rank {target}",
+                    where=f"schedule {schedule.name!r}, transfer {number} from {source} to {target}",
                     expected=f"{counterpart(send)} for {send}",
                     got=counterpart(match),
                 )
 
 
-def _spelled(event: Action) -> str:
-    """An event in the words of a schedule: who waits for `1I0` may be served by `1B0`."""
-    split = event.kind in (Kind.I, Kind.W)
-    whole = Action(event.stage, Kind.B, event.microbatch)
-    return f"{event} (or {whole})" if split else str(event)
+def _spelled(event: Action, found: list[Action]) -> Action:
+    """A missing event as the action that is missing: `1B0` for `1I0`, if the stage has whole backwards."""
+    halves = (Kind.I, Kind.W)
+    whole = event.kind in halves and not any(action.kind in halves for action in found)
+    return Action(event.stage, Kind.B, event.microbatch) if whole else event
 
 
 def _facts(schedule: Schedule) -> str:

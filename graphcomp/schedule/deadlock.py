@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from graphcomp.errors import ScheduleError
-from graphcomp.schedule.actions import Action, Kind
+from graphcomp.schedule.actions import Action
+from graphcomp.schedule.dependencies import yields
 from graphcomp.schedule.progress import Progress
 from graphcomp.schedule.schedule import Schedule
 
@@ -31,7 +32,7 @@ def deadlock_error(
         f"deadlock: {' waits for '.join(f'rank {rank}' for rank in [*cycle, cycle[0]])}",
         where=f"schedule {schedule.name!r}, {'blocking' if blocking else 'buffered'} sends",
         expected="every rank comes to its end",
-        got="".join(f"\n    {line}" for line in lines),
+        got="\n    ".join([f"{len(stuck)} of {len(schedule.ranks)} ranks stand still", *lines]),
         do=remedy,
     )
 
@@ -54,12 +55,11 @@ def _position(schedule: Schedule, progress: Progress, rank: int) -> str:
     window[at - first] = f">{window[at - first]}<"
     head = ["..."] * (first > 0)
     tail = ["..."] * (at + _WINDOW + 1 < len(actions))
-    event = progress.waits[rank]
-    waits = f"waiting for {_name(event)} of rank {schedule.rank_of(event.stage)}"
-    return (
-        f"rank {rank} stands at action {at} of {len(actions)}, {waits}: {' '.join([*head, *window, *tail])}"
-    )
+    peer = schedule.rank_of(progress.waits[rank].stage)
+    waits = f"waits for {_awaited(schedule, peer, progress.waits[rank])} (rank {peer})"
+    return f"rank {rank} at action {at} of {len(actions)} {waits}: {' '.join([*head, *window, *tail])}"
 
 
-def _name(event: Action) -> str:
-    return f"the backward of {event.stage}F{event.microbatch}" if event.kind is Kind.I else str(event)
+def _awaited(schedule: Schedule, peer: int, event: Action) -> Action:
+    """The action that makes `event` available: `1B0` for `1I0`, unless the schedule splits its backward."""
+    return next((action for action in schedule.ranks[peer] if event in yields(action)), event)
