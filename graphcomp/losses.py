@@ -1,7 +1,7 @@
 """Losses and metrics: what a loss function returns, and the one meaning that each form of it has.
 
 A token loss is a sum with its number of tokens, never a mean: only so can the step divide by the tokens of
-all its microbatches and ranks. Everything here runs under tracing too: nothing is decided on a tensor's contents.
+all its microbatches and ranks. It all runs under tracing: nothing is decided on the contents of a tensor.
 """
 
 from __future__ import annotations
