@@ -1,0 +1,47 @@
+"""Removes what no output needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.fx import Node
+
+from graphcomp.ir.program import Program
+from graphcomp.ir.signature import Constant
+from graphcomp.passes.base import Pass
+from graphcomp.passes.driver import ERASE, Erase, rewrite_nodes
+from graphcomp.passes.effects import has_effect
+
+
+@dataclass(frozen=True)
+class DeadCode(Pass):
+    """Erases operations whose results nobody reads, then the inputs that nobody reads.
+
+    Level: joint and stage. The signature keeps all outputs; inputs that are no longer read leave it.
+
+    Sound because the operations of a program write nothing. Two kinds are kept even when unused: random operations, for
+    every later draw of the stream would change, and collectives, for all ranks must issue the same list.
+
+        before: %a = sin(%x)    %b = cos(%y)    return %a      # inputs x, y
+        after:  %a = sin(%x)                    return %a      # input x
+    """
+
+    name: ClassVar[str] = "dead_code"
+
+    def apply(self, program: Program) -> Program:
+        rewrite_nodes(program, _unused, backwards=True)
+        kept = []
+        for role, node in list(program.input_nodes()):
+            if node.users:
+                kept.append(role)
+            else:
+                program.graph.erase_node(node)
+        program.set_signature(kept, program.outputs)
+        names = {str(role.name) for role in kept if isinstance(role, Constant)}
+        program.constants = {name: literal for name, literal in program.constants.items() if name in names}
+        return program
+
+
+def _unused(node: Node) -> Erase | None:
+    return ERASE if not node.users and not has_effect(node) else None

@@ -1,0 +1,199 @@
+"""Run a program's graph again under a tracer, keeping signature, names and annotations. For passes that replace
+operations by what torch itself makes of them."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Interpreter, Node
+from torch.fx.node import map_arg
+
+from graphcomp.compat.decompositions import Table, trace_with
+from graphcomp.compat.tracing import observe_nodes
+from graphcomp.ir import meta
+from graphcomp.ir.normalize import lift_sizes
+from graphcomp.ir.program import Program
+from graphcomp.ir.signature import Constant, Role, Size
+from graphcomp.passes.operations import settle_operations
+
+Run = Callable[..., Any]
+INPLACE = re.compile(r"^(\w*[a-z0-9])_(_\d+)?$")
+
+
+@dataclass(frozen=True)
+class Retraced:
+    """program: the new one. written: for each input that the run wrote to, by placeholder name, the node of its last
+    value (None of these is in the program's outputs yet)."""
+
+    program: Program
+    written: Mapping[str, Node]
+
+
+class Replay(Interpreter):
+    """Runs a program's graph and notes for each node that is traced meanwhile which old node it came from.
+
+    last: the last node that came from an old one, which takes over its name.
+    """
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(torch.nn.Module(), graph=program.graph)
+        self.origin: dict[Node, Node] = {}
+        self.last: dict[Node, Node] = {}
+        self._current: Node | None = None
+
+    def observe(self, made: Node) -> None:
+        if self._current is not None:
+            self.origin[made] = self._current
+            if made.target is not operator.getitem:
+                self.last[self._current] = made
+
+    def run_node(self, n: Node) -> Any:
+        self._current = n if n.op == "call_function" else None
+        result = super().run_node(n)
+        self._current = None
+        return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.operation(target, args, kwargs)
+
+    def operation(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What to run for a call; subclasses exchange operations here."""
+        return target(*args, **kwargs)
+
+
+def retrace(
+    program: Program,
+    replay: Replay,
+    *,
+    decompositions: Table | None = None,
+    transform: Callable[[Run], Run] = lambda run: run,
+) -> Retraced:
+    """The program that `transform(run)` performs, where `run` replays the given program under its own fake mode.
+
+    Keeps inputs, outputs and level. A node keeps its name if the run still makes a node for it; nodes that come from it
+    besides are named after it; all of them get its annotation.
+    """
+    # Size inputs come first, for a tracer takes a symbol from the first input that has it.
+    order = [
+        node for _, node in sorted(program.input_nodes(), key=lambda item: not isinstance(item[0], Size))
+    ]
+
+    def run(*values: Any) -> Any:
+        given = dict(zip(order, values, strict=True))
+        with observe_nodes(replay.observe):
+            return replay.run(*(given[node] for node in program.placeholders), enable_io_processing=False)
+
+    with torch.no_grad(), program.fake_mode:
+        module = trace_with(transform(run), [meta.value(node) for node in order], decompositions or {})
+    return _Rebuild(program, replay, module, order).finish()
+
+
+class _Rebuild:
+    """Copies a traced graph into a program with the old signature, names and annotations."""
+
+    def __init__(self, old: Program, replay: Replay, module: torch.fx.GraphModule, order: list[Node]) -> None:
+        self.old, self.replay, self.module, self.order = old, replay, module, order
+        self.graph = Graph()
+        self.copies: dict[Node, Node] = {}
+        self.written: dict[str, Node] = {}
+        self.inputs: list[Role] = list(old.inputs)
+        self.constants = dict(old.constants)
+        self.names = self._names()
+        self.taken = {node.name for node in old.graph.nodes} | set(self.names.values())
+
+    def _names(self) -> dict[Node, str]:
+        """The traced nodes that keep the name of an old one, less the underscore of an in-place operation."""
+        taken = {node.name for node in self.old.graph.nodes}
+        items = {(n.args[0], n.args[1]): n for n in self.old.calls() if n.target is operator.getitem}
+        names: dict[Node, str] = {}
+        for new in self.module.graph.nodes:
+            old = self.replay.origin.get(new)
+            if (
+                old is not None
+                and new.target is operator.getitem
+                and self.replay.last.get(old) is new.args[0]
+            ):
+                old = items.get((old, new.args[1]))
+            elif old is not None and self.replay.last[old] is not new:
+                old = None
+            if old is not None:
+                name = INPLACE.sub(r"\1\2", old.name)
+                names[new] = old.name if name in taken else name
+        return names
+
+    def finish(self) -> Retraced:
+        nodes = list(self.module.graph.nodes)
+        self._placeholders([node for node in nodes if node.op == "placeholder"])
+        for node in nodes:
+            if node.op == "get_attr":
+                self._constant(node)
+            elif node.op == "call_function":
+                self._call(node)
+        returned = self.module.graph.output_node().args[0]
+        results = tuple(self.copies[r] if isinstance(r, Node) else r for r in returned)  # type: ignore[union-attr]
+        self.graph.output(results)
+        sizes = {role.symbol: node for role, node in self._inputs() if isinstance(role, Size)}
+        lift_sizes(self.graph, self.old.fake_mode, sizes)
+        new = replace(self.old, graph=self.graph, inputs=tuple(self.inputs), constants=self.constants)
+        settle_operations(new, {})
+        return Retraced(new, self.written)
+
+    def _inputs(self) -> list[tuple[Role, Node]]:
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        return list(zip(self.inputs, placeholders, strict=True))
+
+    def _placeholders(self, traced: list[Node]) -> None:
+        by_old = dict(zip(self.order, traced, strict=True))
+        for old in self.old.placeholders:
+            new = self.graph.placeholder(old.name)
+            new.meta = dict(old.meta)
+            self.copies[by_old[old]] = new
+
+    def _constant(self, node: Node) -> None:
+        """A literal tensor made during the run becomes an input; an equal name in the old program is kept apart."""
+        literal = getattr(self.module, str(node.target))
+        name = f"{self.old.name}.{node.target}"
+        while name in self.constants:
+            name += "_"
+        with self.graph.inserting_after(self._inputs()[-1][1] if self.inputs else None):
+            new = self.graph.placeholder(f"constant_{node.target}")
+        self.inputs.append(Constant(name))
+        self.constants[name] = literal
+        meta.set_value(new, self.old.fake_mode.from_tensor(literal, static_shapes=True))
+        self.copies[node] = new
+
+    def _call(self, node: Node) -> None:
+        origin = self.replay.origin.get(node)
+        destination = self.copies.get(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
+        if (
+            node.target is torch.ops.aten.copy_.default
+            and destination is not None
+            and destination.op == "placeholder"
+        ):
+            self.written[destination.name] = self.copies[node.args[1]]  # type: ignore[index]
+            self.copies[node] = self.copies[node.args[1]]  # type: ignore[index]
+            return
+        name = self.names.get(node) or self._new_name(node, origin)
+        args = map_arg(node.args, self.copies.__getitem__)
+        kwargs = map_arg(node.kwargs, self.copies.__getitem__)
+        new = self.graph.create_node("call_function", node.target, args, kwargs, name=name)
+        meta.set_value(new, meta.value(node))
+        if origin is not None:
+            meta.inherit(new, origin)
+        elif args and isinstance(args[0], Node):
+            meta.inherit(new, args[0])
+        self.copies[node] = new
+
+    def _new_name(self, node: Node, origin: Node | None) -> str:
+        operation = "item" if node.target is operator.getitem else node.name.rstrip("0123456789").rstrip("_")
+        base = f"{origin.name}_{operation}" if origin is not None else operation
+        name, count = base, 1
+        while name in self.taken:
+            name, count = f"{base}_{count}", count + 1
+        self.taken.add(name)
+        return name
