@@ -1,0 +1,113 @@
+"""Rules about what nodes compute: that it is known, over known symbols, and what the role asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import sympy
+import torch
+
+from graphcomp.ir import meta, spelling
+from graphcomp.ir.fault import Fault
+from graphcomp.ir.program import Program
+from graphcomp.ir.signature import (
+    Buffer,
+    BufferUpdate,
+    Denominator,
+    Grad,
+    Loss,
+    LossScale,
+    Metric,
+    Param,
+    Role,
+    Saved,
+    Seed,
+    Size,
+    Tokens,
+)
+
+_SCALARS = (Denominator, LossScale, Seed, Loss, Tokens, Metric)
+_NUMBERS = torch.SymInt | torch.SymFloat | torch.SymBool | int | float
+
+
+def values(program: Program) -> Iterator[Fault]:
+    for node in program.graph.nodes:
+        if node.op == "output":
+            continue
+        parts = meta.value(node)
+        parts = parts if isinstance(parts, tuple | list) else (parts,)
+        if any(part is not None for part in parts) and all(
+            isinstance(part, torch.Tensor | _NUMBERS | None) for part in parts
+        ):
+            continue
+        what, do = f"the value of '{node.name}' is not known", "set it with `meta.set_value`"
+        yield Fault(what, node, "fake tensors or numbers", meta.value(node), do)
+
+
+def symbols(program: Program) -> Iterator[Fault]:
+    known = {role.symbol for role in program.inputs if isinstance(role, Size)}
+    for node in program.placeholders:
+        found = meta.tensor(node)
+        dims = () if found is None else map(spelling.expression, found.shape)
+        known |= {str(dim) for dim in dims if isinstance(dim, sympy.Symbol)}
+    for node in program.graph.nodes:
+        strange = sorted({str(symbol) for symbol in _free(meta.value(node))} - known)
+        if strange:
+            what, expected = (
+                f"the value of '{node.name}' has a symbol that no input gives",
+                ", ".join(sorted(known)),
+            )
+            yield Fault(what, node, expected or "no symbol", ", ".join(strange), "add the size to the inputs")
+
+
+def agreement(program: Program) -> Iterator[Fault]:
+    names = spelling.Symbols(program)
+    inputs = {role: meta.value(node) for role, node in program.input_nodes()}
+    border = [(role, node, meta.value(node)) for role, node in program.input_nodes()]
+    results = [(role, node, meta.value(node)) for role, node in program.output_items() if node is not None]
+    for role, node, found in border + results:
+        text = spelling.value(found, names)
+        if isinstance(role, Size):
+            if not isinstance(found, torch.SymInt) or str(spelling.expression(found)) != role.symbol:
+                expected = f"int {names.rename(role.symbol)}"
+                yield Fault(f"'{names.role(role)}' has another value", node, expected, text)
+        elif not isinstance(found, torch.Tensor):
+            if not isinstance(role, Saved):
+                yield Fault(f"'{role}' is no tensor", node, "a tensor", text)
+        elif isinstance(role, _SCALARS) and found.dim() != 0:
+            yield Fault(f"'{role}' has dimensions", node, "a tensor of no dimension", text)
+        elif isinstance(role, Seed) and found.dtype != torch.int64:
+            yield Fault(f"'{role}' is no integer", node, "i64[]", text)
+    for role, node, found in results:
+        source = _counterpart(role)
+        if source in inputs and not _alike(found, inputs[source]):
+            expected = spelling.value(inputs[source], names)
+            yield Fault(f"'{role}' differs from '{source}'", node, expected, spelling.value(found, names))
+
+
+def _counterpart(role: Role) -> Role | None:
+    """The input whose shape and dtype an output must have."""
+    if isinstance(role, Grad):
+        return Param(role.name)
+    return Buffer(role.name) if isinstance(role, BufferUpdate) else None
+
+
+def _alike(first: object, second: object) -> bool:
+    """Same dtype and shape, compared as expressions: asking the tensors would add guards."""
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return False
+    shapes = [[spelling.expression(size) for size in tensor.shape] for tensor in (first, second)]
+    return first.dtype == second.dtype and shapes[0] == shapes[1]
+
+
+def _free(found: object) -> Iterator[sympy.Symbol]:
+    """All symbols in a value."""
+    if isinstance(found, tuple | list):
+        for part in found:
+            yield from _free(part)
+    elif isinstance(found, torch.Tensor):
+        strides = found.stride() if found.layout == torch.strided else ()
+        for number in (*found.shape, *strides):
+            yield from _free(number)
+    elif isinstance(found, torch.SymInt | torch.SymFloat | torch.SymBool):
+        yield from found.node.expr.free_symbols

@@ -1,0 +1,215 @@
+"""How the parts of a program are spelled: symbols, dtypes, values, literals, operations."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from graphcomp.compat.operators import OpOverload, argument_names
+from graphcomp.ir import meta
+from graphcomp.ir.meta import Phase
+from graphcomp.ir.program import Program
+from graphcomp.ir.signature import Role, Size
+
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+_INFIX: dict[object, str] = {
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//", operator.truediv: "/",
+    operator.mod: "%", operator.pow: "**", operator.eq: "==", operator.ne: "!=", operator.lt: "<",
+    operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.and_: "&", operator.or_: "|",
+}  # fmt: skip
+
+
+def dtype(value: torch.dtype) -> str:
+    """`f32`, `bf16`, `i64`, `bool`; other dtypes by torch's own name."""
+    name = str(value).removeprefix("torch.")
+    letters = name.rstrip("0123456789")
+    return _SHORT[letters] + name[len(letters) :] if letters in _SHORT and letters != name else name
+
+
+def expression(number: object) -> Any:
+    """The sympy expression of a symbolic number, a plain number as it is; never adds a guard."""
+    return number.node.expr if isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) else number
+
+
+class Symbols:
+    """Renames symbols to s0, s1, ... : those of `Size` inputs in order, then others by first appearance."""
+
+    def __init__(self, program: Program) -> None:
+        self._new: dict[str, str] = {}
+        for role in program.inputs:
+            if isinstance(role, Size):
+                self.rename(role.symbol)
+        self._texts: dict[object, str] = {}
+
+    def rename(self, symbol: str) -> str:
+        return self._new.setdefault(symbol, f"s{len(self._new)}")
+
+    def role(self, role: Role) -> Role:
+        """The role as it prints: a size goes by its new symbol."""
+        return Size(self.rename(role.symbol)) if isinstance(role, Size) else role
+
+    def items(self) -> list[tuple[str, str]]:
+        """All symbols met so far with their new names."""
+        return list(self._new.items())
+
+    def text(self, number: object) -> str:
+        """An expression in the new symbols, in sympy's own fixed order of terms."""
+        found = expression(number)
+        if not isinstance(found, sympy.Basic):
+            return str(found)
+        if found not in self._texts:
+            old = sorted(found.free_symbols, key=str)
+            swap = {s: sympy.Symbol(self.rename(str(s)), **s.assumptions0) for s in old}
+            self._texts[found] = str(found.xreplace(swap))
+        return self._texts[found]
+
+    def sizes(self, numbers: Any) -> str:
+        return f"[{', '.join(self.text(number) for number in numbers)}]"
+
+
+def value(found: object, symbols: Symbols) -> str:
+    """`f32[s0, 64]` for a tensor, `int s0*s1` for a number, `(f32[], i64[s0])` for several, `?` if none."""
+    if isinstance(found, torch.Tensor):
+        return dtype(found.dtype) + symbols.sizes(found.shape)
+    if isinstance(found, tuple | list):
+        return f"({', '.join(value(part, symbols) for part in found)})"
+    if found is None:
+        return "?"
+    kind = type(found).__name__.removeprefix("Sym").lower()
+    if isinstance(found, bool | int | float | torch.SymInt | torch.SymFloat | torch.SymBool):
+        return f"{kind} {symbols.text(found)}"
+    return kind
+
+
+def layout(found: object, symbols: Symbols) -> str:
+    """The strides of a tensor unless they are those of a dense one, as ` strides [1, 64]`."""
+    if not isinstance(found, torch.Tensor) or found.layout != torch.strided:
+        return ""
+    dense: list[object] = []
+    step: Any = 1
+    for size in reversed(found.shape):
+        dense.insert(0, step)
+        step = step * expression(size)
+    strides = [expression(stride) for stride in found.stride()]
+    same = all(a == b or expression(n) == 1 for a, b, n in zip(strides, dense, found.shape, strict=True))
+    return "" if same else f" strides {symbols.sizes(strides)}"
+
+
+def operation(target: object) -> str:
+    """`mm` for aten.mm.default, `add.Tensor`, `_c10d_functional.all_reduce`, or a function's own name."""
+    if isinstance(target, OpOverload):
+        text = str(target).removesuffix(".default")
+        return text.removeprefix("aten.")
+    if isinstance(target, str):
+        return target
+    name = getattr(target, "__name__", None) or str(target)
+    return name.rstrip("_") if getattr(target, "__module__", "") == "_operator" else name
+
+
+def group_arguments(node: Node) -> set[object]:
+    """The places (position and keyword) of a call's arguments that name a process group."""
+    if not isinstance(node.target, OpOverload):
+        return set()
+    names = argument_names(node.target)
+    return {place for i, name in enumerate(names) if name == "group_name" for place in (i, name)}
+
+
+class Axes:
+    """Names process groups by their mesh axis; one without an axis is numbered by first appearance.
+
+    A group's own name is a serial number, which differs between runs.
+    """
+
+    def __init__(self, axes: Mapping[str, str]) -> None:
+        self._axes, self._unnamed = axes, dict[str, str]()
+
+    def __call__(self, group: str) -> str:
+        return self._axes.get(group) or self._unnamed.setdefault(group, f"group{len(self._unnamed)}")
+
+
+class Call:
+    """Spells the right-hand side of a node; `name`, `group` and `device` spell what differs between texts."""
+
+    def __init__(
+        self,
+        symbols: Symbols,
+        name: Callable[[Node], str],
+        group: Callable[[str], str],
+        device: Callable[[torch.device], str],
+    ) -> None:
+        self._symbols, self._name, self._spell_group, self._device = symbols, name, group, device
+
+    def text(self, node: Node) -> str:
+        if node.target is operator.getitem and len(node.args) == 2:
+            return f"{self.argument(node.args[0])}[{self.argument(node.args[1])}]"
+        if node.target in _INFIX and len(node.args) == 2:
+            return f"{self.argument(node.args[0])} {_INFIX[node.target]} {self.argument(node.args[1])}"
+        groups = group_arguments(node)
+        parts = [self._group(a) if i in groups else self.argument(a) for i, a in enumerate(node.args)]
+        parts += [
+            f"{k}={self._group(a) if k in groups else self.argument(a)}" for k, a in node.kwargs.items()
+        ]
+        prefix = "" if node.op == "call_function" else f"{node.op} "
+        return f"{prefix}{operation(node.target)}({', '.join(parts)})"
+
+    def argument(self, found: object) -> str:
+        if isinstance(found, Node):
+            return self._name(found)
+        if isinstance(found, list | tuple):
+            return f"[{', '.join(self.argument(part) for part in found)}]"
+        if isinstance(found, slice):
+            parts = (found.start, found.stop, found.step)
+            return f"slice({', '.join(map(self.argument, parts))})"
+        if isinstance(found, dict):
+            return f"{{{', '.join(f'{key}: {self.argument(part)}' for key, part in found.items())}}}"
+        if isinstance(found, torch.dtype):
+            return dtype(found)
+        if isinstance(found, torch.device):
+            return self._device(found)
+        if isinstance(found, torch.layout | torch.memory_format):
+            return str(found).removeprefix("torch.").removesuffix("_format")
+        if isinstance(found, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return self._symbols.text(found)
+        if isinstance(found, torch.Tensor):
+            return f"tensor {value(found, self._symbols)}"
+        if isinstance(found, str | int | float | complex | type(None)):
+            return repr(found)
+        return operation(found)
+
+    def _group(self, found: object) -> str:
+        named = found if isinstance(found, str) else getattr(found, "group_name", type(found).__name__)
+        return self._spell_group(str(named))
+
+
+def node_names(program: Program, symbols: Symbols) -> dict[Node, str]:
+    """What each node is called in print: its own name; the symbol itself for a size."""
+    names: dict[Node, str] = {}
+    for role, node in zip(program.inputs, program.placeholders, strict=False):
+        if isinstance(role, Size):
+            names[node] = symbols.rename(role.symbol)
+    taken = set(names.values())
+    for node in program.graph.nodes:
+        if node not in names:
+            names[node] = f"{node.name}_" if node.name in taken else node.name
+    return names
+
+
+def comment(node: Node, twins: Mapping[int, str]) -> str:
+    """Where a node comes from: module, source line, forward twin (where the program holds it) and marks.
+
+    twins: operation number -> name of the forward node.
+    """
+    note = meta.note(node)
+    parts = ["(root)" if note.module == "" else note.module, note.source]
+    if note.phase is Phase.BACKWARD and note.operation is not None and note.operation in twins:
+        parts.append(f"of %{twins[note.operation]}")
+    if note.gradient_sum:
+        parts.append("gradient sum")
+    if note.recompute is not None:
+        parts.append(f"recompute {note.recompute}")
+    return "  ".join(part for part in parts if part)
