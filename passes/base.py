@@ -1,4 +1,4 @@
-"""What a pass is: a frozen dataclass that turns a program into another one, and says what it needs and gives."""
+"""What a pass is: a frozen dataclass that turns a program into another, and says what it needs and gives."""
 
 from __future__ import annotations
 

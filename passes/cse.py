@@ -23,11 +23,12 @@ class CommonSubexpressions(Pass):
 
     Level: joint and stage.
 
-    Sound because operations without effects give the same result for the same arguments, bit for bit. Not merged:
-    random operations and collectives; tensors of different phases (a backward node that computes a forward value again
-    would turn it into a saved value) or of different checkpointed regions (they would no longer be recomputed); in a joint
-    program, tensors of different modules (a stage would wait for another one's copy); and what an output shows, for two
-    outputs would share memory. Arithmetic on sizes is merged everywhere.
+    Sound because operations without effects give the same result for the same arguments, bit for bit. Not
+    merged: random operations and collectives; tensors of different phases (a backward node that computes a
+    forward value again would turn it into a saved value) or of different checkpointed regions (they would no
+    longer be recomputed); in a joint program, tensors of different modules (a stage would wait for another
+    one's copy); and what an output shows, for two outputs would share memory. Arithmetic on sizes is merged
+    everywhere.
 
         before: %a = sin(%x)    %b = sin(%x)    %c = add.Tensor(%a, %b)
         after:  %a = sin(%x)                    %c = add.Tensor(%a, %a)
@@ -66,4 +67,4 @@ def _frozen(argument: object) -> Hashable:
         return "slice", _frozen((argument.start, argument.stop, argument.step))
     if isinstance(argument, float):
         return float, argument.hex()  # tells 0.0 from -0.0, and nan from nothing
-    return type(argument), argument  # type: ignore[return-value]
+    return type(argument), argument

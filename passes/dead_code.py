@@ -20,8 +20,9 @@ class DeadCode(Pass):
 
     Level: joint and stage. The signature keeps all outputs; inputs that are no longer read leave it.
 
-    Sound because the operations of a program write nothing. Two kinds are kept even when unused: random operations, for
-    every later draw of the stream would change, and collectives, for all ranks must issue the same list.
+    Sound because the operations of a program write nothing. Two kinds are kept even when unused: random
+    operations, for every later draw of the stream would change, and collectives, for all ranks must issue the
+    same list.
 
         before: %a = sin(%x)    %b = cos(%y)    return %a      # inputs x, y
         after:  %a = sin(%x)                    return %a      # input x

@@ -21,12 +21,13 @@ TABLES: Mapping[str, Callable[[], Table]] = MappingProxyType({"core": core_table
 class Decompose(Pass):
     """Replaces operations by what a table of torch says they consist of.
 
-    Level: joint and stage. Option table: "inductor", the table Inductor applies itself, or "core", which leads to the core
-    aten operator set. Signature, symbols and annotations stay; each part gets the annotation of the whole.
+    Level: joint and stage. Option table: "inductor", the table Inductor applies itself, or "core", which
+    leads to the core aten operator set. Signature, symbols and annotations stay; each part gets the
+    annotation of the whole.
 
-    Sound as far as torch's tables are: the parts compute the same function, rounded differently (relative difference
-    about 1e-6 in fp32 and 1e-14 in fp64; NOT bitwise). Random operations are never taken apart, so the draws stay.
-    A decomposition that would tie the program to some sizes is refused.
+    Sound as far as torch's tables are: the parts compute the same function, rounded differently (relative
+    difference about 1e-6 in fp32 and 1e-14 in fp64; NOT bitwise). Random operations are never taken apart, so
+    the draws stay. A decomposition that would tie the program to some sizes is refused.
 
         before: %y = addmm(%bias, %x, %w)
         after:  %y_mm = mm(%x, %w)    %y = add.Tensor(%y_mm, %bias)

@@ -1,4 +1,4 @@
-"""The driver of local rewrites: a rewrite looks at one node, the driver owns order, worklist and bookkeeping."""
+"""The driver of local rewrites: a rewrite looks at one node, the driver owns worklist and bookkeeping."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ New nodes are inserted by the rewrite itself, with their values; the driver copi
 
 
 def rewrite_nodes(program: Program, rewrite: Rewrite, *, backwards: bool = False) -> int:
-    """Apply `rewrite` to every call node, and again to what a change may have opened up, until nothing changes.
+    """Apply `rewrite` to every call node, and again to what a change may have opened up, until nothing
+    changes.
 
-    Order: as the graph stands (or from its end); after a change the users (or the inputs) are looked at again. Backward nodes
-    of an operation follow its node to the one in its place. Returns the number of changes.
+    Order: as the graph stands (or from its end); after a change the users (or the inputs) are looked at
+    again. Backward nodes of an operation follow its node to the one in its place. Returns the number of
+    changes.
     """
     calls = program.calls()
     known = set(calls)

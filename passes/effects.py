@@ -1,4 +1,4 @@
-"""Which operations a pass may not remove, repeat or merge, though the program's values would stay the same."""
+"""Which operations a pass may not remove, repeat or merge, though all values would stay the same."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from torch.fx import Node
 
 from graphcomp.compat.aliasing import written_arguments
 from graphcomp.compat.operators import OpOverload
+from graphcomp.ir.rules_calls import FUNCTIONS
 
 COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d"})
 
 
 def is_random(node: Node) -> bool:
-    """Whether a call draws from a random stream; the number and order of draws is part of what a program means."""
+    """Whether a call draws from a random stream; their number and order are part of the meaning."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
@@ -21,15 +22,8 @@ def is_collective(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace in COLLECTIVES
 
 
-def is_known(node: Node) -> bool:
-    """Whether a call's effects are known at all: torch's own operations and arithmetic on sizes."""
-    if isinstance(node.target, OpOverload):
-        return node.target.namespace in ("aten", "prims", "prim")
-    return getattr(node.target, "__module__", "") in ("_operator", "math", "torch")
-
-
 def has_effect(node: Node) -> bool:
-    """Whether a call does more than compute its result. A user's operator is trusted to be pure if its schema is."""
+    """Whether a call does more than compute its result; a user's operator is pure if its schema says so."""
     if is_random(node) or is_collective(node) or written_arguments(node):
         return True
-    return not isinstance(node.target, OpOverload) and not is_known(node)
+    return not isinstance(node.target, OpOverload) and node.target not in FUNCTIONS

@@ -24,13 +24,14 @@ aten = torch.ops.aten
 class Functionalize(Pass):
     """Replaces in-place operations on intermediates and buffers by functional ones.
 
-    Level: joint and stage; the only pass that takes programs with in-place operations. A buffer that was written becomes
-    an output `update`, placed behind the other outputs in the order of the buffers' inputs.
+    Level: joint and stage; the only pass that takes programs with in-place operations. A buffer that was
+    written becomes an output `update`, placed behind the other outputs in the order of the buffers' inputs.
 
-    Sound because torch's own functionalization does it: each write makes a new value, and every later read of the tensor
-    or of a view of it reads the new one. Batch norm, whose schema hides that it writes its running statistics, is
-    exchanged beforehand for the operation that returns them. Random operations keep their order, so they draw the same
-    numbers. Writes to parameters, to the batch or to captured tensors are refused by name.
+    Sound because torch's own functionalization does it: each write makes a new value, and every later read of
+    the tensor or of a view of it reads the new one. Batch norm, whose schema hides that it writes its running
+    statistics, is exchanged beforehand for the operation that returns them. Random operations keep their
+    order, so they draw the same numbers. Writes to parameters, to the batch or to captured tensors are
+    refused by name.
 
         before: y = add_.Tensor(buffer_count, 1)      z = relu_(x)     return (z,)
         after:  y = add.Tensor(buffer_count, 1)       z = relu(x)      return (z, y)   # y: update count
@@ -53,7 +54,8 @@ def is_functional(program: Program) -> bool:
 def functionalize(program: Program) -> Program:
     """The functional form of a program; the program itself if it is functional already.
 
-    Raises StateError if it writes to a parameter, CaptureError if it writes to the batch or to a captured tensor.
+    Raises StateError if it writes to a parameter, CaptureError if it writes to the batch or to a captured
+    tensor.
     """
     if is_functional(program):
         return program
@@ -99,7 +101,8 @@ def _batch_norm(
 def _cudnn_batch_norm(
     x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
 ) -> Any:
-    """cuDNN's variant has no functional form; the native one computes the same up to rounding. Its fourth result is
+    """cuDNN's variant has no functional form; the native one computes the same up to rounding. Its fourth
+    result is
     scratch space for the backward, which `_cudnn_batch_norm_backward` does not need."""
     scratch = aten.new_empty.default(x, [0], dtype=torch.uint8)
     return *_batch_norm(x, weight, bias, mean, variance, training, momentum, eps), scratch

@@ -16,7 +16,7 @@ from graphcomp.passes.pipeline import pipeline_text
 
 @dataclass(frozen=True)
 class Record:
-    """What one pass did. made_by: the pass with its options. text: the program afterwards, if it was asked for."""
+    """What one pass did. made_by: the pass with its options; text: the program afterwards, if asked for."""
 
     made_by: str
     seconds: float

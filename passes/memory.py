@@ -37,7 +37,7 @@ def is_exposed(node: Node) -> bool:
 
 
 def geometry(tensor: torch.Tensor, mode: FakeTensorMode) -> tuple[Any, ...] | None:
-    """Type, device, sizes and strides; equal ones lay their elements out in the same way. None: not strided."""
+    """Type, device, sizes and strides; equal ones lay their elements out alike. None: not strided."""
     if tensor.layout is not torch.strided:
         return None
     sizes = tuple(expression(mode, size) for size in tensor.shape)
@@ -52,7 +52,7 @@ def place(tensor: torch.Tensor, mode: FakeTensorMode) -> tuple[Any, ...] | None:
 
 
 def is_dense(tensor: torch.Tensor, mode: FakeTensorMode) -> bool:
-    """Whether the elements lie one after the other in row-major order, so that any view of them is possible."""
+    """Whether the elements lie one after the other in row-major order, so that any view is possible."""
     if tensor.layout is not torch.strided:
         return False
     expected: Any = 1

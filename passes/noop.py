@@ -36,10 +36,11 @@ class NoOp(Pass):
 
     Level: joint and stage.
 
-    Sound because views of one memory with the same sizes, strides and offset are the same tensor; this covers views,
-    expansions and slices that change nothing, `detach`, and pairs such as transpose and back. A view of a view of a dense
-    tensor is one view. A copy of the same dtype, device and strides can be left out since programs write nothing; it
-    stays if the copy is an output, which would then share memory with something else. Bitwise equal.
+    Sound because views of one memory with the same sizes, strides and offset are the same tensor; this covers
+    views, expansions and slices that change nothing, `detach`, and pairs such as transpose and back. A view
+    of a view of a dense tensor is one view. A copy of the same dtype, device and strides can be left out
+    since programs write nothing; it stays if the copy is an output, which would then share memory with
+    something else. Bitwise equal.
 
         before: %a = t(%x)    %b = t(%a)    %c = clone(%b)    %d = mul.Tensor(%c, 1)    %e = sin(%d)
         after:  %e = sin(%x)

@@ -12,9 +12,9 @@ from graphcomp.ir.program import Program
 def settle_operations(program: Program, moved: Mapping[int, int | None]) -> None:
     """Number anew the backward nodes whose forward node is gone.
 
-    moved: the number of an operation whose node was replaced -> the number of the node in its place (None: it has none).
-    A backward node follows these until it comes to an operation that is there; without one it gets None, and only its
-    module tells where it belongs.
+    moved: the number of an operation whose node was replaced -> the number of the node in its place (None: it
+    has none). A backward node follows these until it comes to an operation that is there; without one it gets
+    None, and only its module tells where it belongs.
     """
     calls = program.calls()
     alive = {meta.note(node).operation for node in calls if meta.note(node).phase is not Phase.BACKWARD}

@@ -1,4 +1,5 @@
-"""Run a program's graph again under a tracer, keeping signature, names and annotations. For passes that replace
+"""Run a program's graph again under a tracer, keeping signature, names and annotations. For passes that
+replace
 operations by what torch itself makes of them."""
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ INPLACE = re.compile(r"^(\w*[a-z0-9])_(_\d+)?$")
 
 @dataclass(frozen=True)
 class Retraced:
-    """program: the new one. written: for each input that the run wrote to, by placeholder name, the node of its last
+    """program: the new one. written: for each input that the run wrote to, by placeholder name, the node of
+    its last
     value (None of these is in the program's outputs yet)."""
 
     program: Program
@@ -73,10 +75,11 @@ def retrace(
     decompositions: Table | None = None,
     transform: Callable[[Run], Run] = lambda run: run,
 ) -> Retraced:
-    """The program that `transform(run)` performs, where `run` replays the given program under its own fake mode.
+    """The program that `transform(run)` performs, where `run` replays the given program under its own fake
+    mode.
 
-    Keeps inputs, outputs and level. A node keeps its name if the run still makes a node for it; nodes that come from it
-    besides are named after it; all of them get its annotation.
+    Keeps inputs, outputs and level. A node keeps its name if the run still makes a node for it; nodes that
+    come from it besides are named after it; all of them get its annotation.
     """
     # Size inputs come first, for a tracer takes a symbol from the first input that has it.
     order = [
@@ -134,9 +137,8 @@ class _Rebuild:
                 self._constant(node)
             elif node.op == "call_function":
                 self._call(node)
-        returned = self.module.graph.output_node().args[0]
-        results = tuple(self.copies[r] if isinstance(r, Node) else r for r in returned)  # type: ignore[union-attr]
-        self.graph.output(results)
+        returned: Any = self.module.graph.output_node().args[0]
+        self.graph.output(tuple(self.copies[r] if isinstance(r, Node) else r for r in returned))
         sizes = {role.symbol: node for role, node in self._inputs() if isinstance(role, Size)}
         lift_sizes(self.graph, self.old.fake_mode, sizes)
         new = replace(self.old, graph=self.graph, inputs=tuple(self.inputs), constants=self.constants)
@@ -155,7 +157,7 @@ class _Rebuild:
             self.copies[by_old[old]] = new
 
     def _constant(self, node: Node) -> None:
-        """A literal tensor made during the run becomes an input; an equal name in the old program is kept apart."""
+        """A literal tensor made during the run becomes an input."""
         literal = getattr(self.module, str(node.target))
         name = f"{self.old.name}.{node.target}"
         while name in self.constants:

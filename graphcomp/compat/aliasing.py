@@ -1,4 +1,4 @@
-"""What an operator's schema says about the memory of its arguments and results. Schemas have no public names."""
+"""What an operator's schema says about memory: who writes, who shares. Schemas have no public names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def written_arguments(node: Node) -> list[Node]:
 
 
 def viewed_argument(node: Node) -> Node | None:
-    """The node that a call's result shares memory with: the base of a view, the target of an in-place operation."""
+    """The node that a call's result shares memory with: base of a view, target of an in-place operation."""
     if isinstance(node.target, OpOverload):
         arguments = _arguments(node.target)
         if arguments and arguments[0].alias_info is not None and node.args and isinstance(node.args[0], Node):
