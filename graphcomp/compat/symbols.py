@@ -83,3 +83,10 @@ def size_value(like: object, number: sympy.Expr) -> object:
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 """What fake tensors raise when code asks for the contents of a tensor."""
+
+
+def hint(number: object) -> int:
+    """The value a size had in the example microbatch."""
+    if isinstance(number, torch.SymInt):
+        return int(number.node.hint)
+    return int(number)  # type: ignore[call-overload,no-any-return]

@@ -38,14 +38,14 @@ class Stage:
     forward: outputs Activation(index, index+1, i) in order, then Saved(i) in order, then Loss, Metric, BufferUpdate, Output.
     backward: inputs with Saved(i) and Activation(index+1, index, i); outputs Activation(index, index-1, i), then Grad.
         None where nothing in this stage or below needs a gradient.
-    fused: both in one, without saved values, for when the schedule runs them back to back. Equal to forward where
-        backward is None.
+    fused: both in one, without saved values, for when the schedule runs them back to back. The forward where there is
+        no backward; None where the backward waits for a later stage.
     """
 
     index: int
     forward: Program
     backward: Program | None
-    fused: Program
+    fused: Program | None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,77 @@
+"""Inductor below AOTAutograd. Its public entry traces the graph a second time and wraps every call; ours needs neither."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from graphcomp.compat.decompositions import inductor_table, trace_with
+from graphcomp.compat.symbols import FakeTensorMode
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+OPTIONS = {
+    "fallback_random": True,  # draws come from torch's own generator, as in eager
+    "size_asserts": False,  # a third of the call overhead of a small program; the backend checks the first call
+    "alignment_asserts": False,
+}
+
+
+def compile_graph(module: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode) -> Boxed:
+    """Compile a functional aten graph with fake or symbolic inputs, as they stand in `mode`.
+
+    The result takes one list, which it empties before it computes, so that inputs die at their last use. Outputs keep
+    the strides they have in the graph. Needs grad mode off, at compile time and at run time. Sizes that Inductor has to
+    decide on become guards of the mode's shape environment (see `guards_since`).
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    with tracing(TracingContext(mode)), config.patch(OPTIONS), V.set_fake_mode(mode):
+        with mode, enable_python_dispatcher():
+            module = _decompose(module, inputs)
+        module = _recursive_joint_graph_passes(module, input_device=_device(inputs))
+        output = module.graph.output_node()
+        results: Any = output.args[0]
+        output.meta["user_visible_output_idxs"] = [i for i, node in enumerate(results) if isinstance(node, Node)]
+        compiled: Any = compile_fx_inner(module, list(inputs), is_inference=True)
+    # Below the wrapper that serves the autotuner's cache and the profiler, which costs as much as a small kernel.
+    return getattr(compiled, "current_callable", None) or compiled
+
+
+def guards_since(mode: FakeTensorMode, count: int) -> tuple[sympy.Basic, ...]:
+    """The relations a shape environment has assumed after its first `count` guards, as they were asked."""
+    env: Any = mode.shape_env
+    return tuple(dict.fromkeys(guard.expr for guard in env.guards[count:] if guard.expr.free_symbols))
+
+
+def runs_as_written() -> bool:
+    """Whether neither autograd nor autocast would add anything to an operation: then no context need be entered."""
+    return not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled())
+
+
+def _decompose(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
+    """The graph in the operations that Inductor lowers, still functional."""
+    run: Callable[..., Any] = torch.fx.Interpreter(module).run
+    done = trace_with(lambda *values: list(run(*values)), inputs, inductor_table())
+    if any(_writes(node) for node in done.graph.nodes):  # some decompositions fill a tensor in place
+        functional = torch.func.functionalize(lambda *values: list(run(*values)), remove="mutations_and_views")
+        done = trace_with(functional, inputs, inductor_table())
+    done.graph.eliminate_dead_code()
+    done.recompile()
+    return done
+
+
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _device(inputs: Sequence[Any]) -> torch.device:
+    return next((x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))

@@ -1,0 +1,225 @@
+"""Partition: cut the joint graph, never the module, into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from graphcomp.capture.joint import Joint
+from graphcomp.compat.symbols import expression
+from graphcomp.errors import PartitionError
+from graphcomp.ir import meta
+from graphcomp.ir import signature as role
+from graphcomp.ir.program import Program
+from graphcomp.ir.signature import Role
+from graphcomp.partition.cuts import balanced_cuts, named_cuts, owned_forward
+from graphcomp.partition.extract import extract
+from graphcomp.partition.place import Slot, place, split_gradient_sums
+from graphcomp.partition.prologue import build_prologue
+from graphcomp.partition.routes import Routes, needs, route
+from graphcomp.partition.stages import Boundary, Carried, Partitioned, Stage
+from graphcomp.partition.traits import order_of, replicable_nodes
+
+Result = tuple[Role, Node | None]
+
+
+def partition(
+    joint: Joint, stages: int = 1, split: Sequence[str] | None = None, *, outputs: bool = True
+) -> Partitioned:
+    """Cut a joint program into stages.
+
+    split: the modules that begin stages 1, 2, ...; None: a balanced cut into `stages`.
+    outputs: whether the model's own outputs are among the results of the stages.
+
+    Raises PartitionError, StateError or LossError, naming what does not fit.
+    """
+    program = joint.program
+    replicable = replicable_nodes(program)
+    forward = owned_forward(program, replicable)
+    if split is not None:
+        cuts = named_cuts(forward, split)
+    else:
+        cuts = balanced_cuts(program, forward, replicable, stages)
+    slots = place(program, cuts, forward, replicable)
+    return _Cutter(joint, len(cuts) + 1, replicable, slots, outputs).cut()
+
+
+@dataclass
+class _Cutter:
+    joint: Joint
+    stages: int
+    replicable: set[Node]
+    slots: dict[Node, Slot]
+    outputs: bool
+
+    def __post_init__(self) -> None:
+        self.program: Program = self.joint.program
+        self.members: dict[Slot, list[Node]] = {}
+        self.results: dict[Slot, list[Result]] = {}
+        self.terms = split_gradient_sums(self.program, self.slots)
+        self.order = order_of(self.program.graph)
+
+    def cut(self) -> Partitioned:
+        self._assign_results()
+        live = self._live_members()
+        for node in self.program.calls():
+            if node in live:
+                self.members.setdefault(self.slots[node], []).append(node)
+        routes = self._route()
+        stages = tuple(self._stage(index, routes) for index in range(self.stages))
+        return Partitioned(
+            joint=self.joint,
+            prologue=build_prologue(self.joint, self.replicable),
+            stages=stages,
+            forward_boundaries={s: self._boundary(s, s + 1, nodes) for s, nodes in sorted(routes.down.items())},
+            backward_boundaries={s: self._boundary(s, s - 1, nodes) for s, nodes in sorted(routes.up.items())},
+            parameter_stages=self._parameter_stages(stages),
+        )
+
+    def _assign_results(self) -> None:
+        """Give each output of the joint program to the slot that computes it; replicable ones to the last stage."""
+        last = self.stages - 1
+        for what, node in self.program.output_items():
+            if isinstance(what, role.Tokens) or (isinstance(what, role.Output) and not self.outputs):
+                continue
+            backward = isinstance(what, role.Grad)
+            if node is None:
+                continue
+            if isinstance(what, role.Grad) and what.name in self.terms:
+                for stage, terms in self.terms[what.name].items():
+                    self.results.setdefault(Slot(True, stage), []).append((what, self._sum(terms, node)))
+            else:
+                self.results.setdefault(self.slots.get(node, Slot(backward, last)), []).append((what, node))
+
+    def _sum(self, terms: list[Node], like: Node) -> Node:
+        """One stage's share of a gradient sum."""
+        total = terms[0]
+        for term in terms[1:]:
+            with self.program.graph.inserting_after(max(total, term, key=self.order.__getitem__)):
+                following = self.program.graph.call_function(like.target, (total, term))  # type: ignore[arg-type]
+            meta.set_value(following, meta.value(total))
+            meta.inherit(following, like)
+            self.slots[following] = self.slots[term]
+            self.order = order_of(self.program.graph)
+            total = following
+        return total
+
+    def _live_members(self) -> set[Node]:
+        """The owned nodes that some result needs; a sum that was split up, and dead code, are none."""
+        live: set[Node] = set()
+        pending = [node for results in self.results.values() for _, node in results if node is not None]
+        while pending:
+            node = pending.pop()
+            if node in live:
+                continue
+            live.add(node)
+            pending.extend(node.all_input_nodes)
+        return {node for node in live if node in self.slots}
+
+    def _route(self) -> Routes:
+        targets: dict[Node, set[Slot]] = {}
+        copied = {stage: self._copied(Slot(False, stage)) for stage in range(self.stages)}
+        for slot, members in self.members.items():
+            for node in members:
+                for value in needs(node, slot, self.slots, self.replicable, copied[slot.stage]):
+                    targets.setdefault(value, set()).add(slot)
+        for slot, results in self.results.items():
+            for _, node in results:
+                if node is not None and node in self.replicable:
+                    for value in needs(node, slot, self.slots, self.replicable, copied[slot.stage]):
+                        targets.setdefault(value, set()).add(slot)
+        routes = Routes()
+        for value, wanted in targets.items():
+            if value in self.replicable:  # a stage keeps what its own forward computed
+                for slot in wanted:
+                    routes.saved.setdefault(slot.stage, []).append(value)
+            else:
+                route(value, self.slots[value], wanted, routes)
+        routes.sort(self.order)
+        return routes
+
+    def _copied(self, slot: Slot) -> set[Node]:
+        """The replicable nodes that the forward of a stage runs."""
+        found: set[Node] = set()
+        pending = [n for member in self.members.get(slot, []) for n in member.all_input_nodes]
+        while pending:
+            node = pending.pop()
+            if node in self.replicable and node not in found:
+                found.add(node)
+                pending.extend(node.all_input_nodes)
+        return found
+
+    def _stage(self, index: int, routes: Routes) -> Stage:
+        below, above = index - 1, index + 1
+        forward, backward = Slot(False, index), Slot(True, index)
+        arriving = _numbered(routes.down.get(below, []), below, index)
+        leaving = _numbered(routes.down.get(index, []), index, above)
+        saved: dict[Node, Role] = {node: role.Saved(i) for i, node in enumerate(routes.saved.get(index, []))}
+        coming = _numbered(routes.up.get(above, []), above, index)
+        going = _numbered(routes.up.get(index, []), index, below)
+        has_backward = bool(self.results.get(backward) or going)
+        results = self.results.get(forward, [])
+        gradients = [*((what, node) for node, what in going.items()), *self.results.get(backward, [])]
+        of_forward: list[Result]
+        of_forward = [(w, n) for n, w in leaving.items()] + [(w, n) for n, w in saved.items() if has_backward]
+        run_forward = self.members.get(forward, [])
+        run_backward = self.members.get(backward, [])
+        first = self._extract(f"stage {index} forward", run_forward, arriving, [*of_forward, *results], [forward])
+        second = None
+        if has_backward:
+            given = {**coming, **saved}
+            second = self._extract(f"stage {index} backward", run_backward, given, gradients, [backward])
+        fused = first if second is None else None
+        if second is not None and not coming and not leaving:
+            fused = self._extract(
+                f"stage {index} forward and backward",
+                [*run_forward, *run_backward],
+                arriving,
+                [*results, *gradients],
+                [forward, backward],
+            )
+        return Stage(index, first, second, fused)
+
+    def _extract(
+        self, name: str, nodes: list[Node], given: dict[Node, Role], results: list[Result], slots: list[Slot]
+    ) -> Program:
+        stage = slots[0].stage
+
+        def computes(node: Node) -> bool:
+            if node in self.replicable:
+                return True
+            own = self.slots[node]
+            # Views of a saved base are shown again in backward.
+            return own in slots or (own == Slot(False, stage) and slots[0].backward)
+
+        return extract(self.program, name, nodes, given, results, computes=computes)
+
+    def _boundary(self, source: int, target: int, nodes: list[Node]) -> Boundary:
+        return Boundary(source, target, tuple(self._carried(node) for node in nodes))
+
+    def _carried(self, node: Node) -> Carried:
+        value = meta.tensor(node)
+        if value is None:
+            raise PartitionError(
+                f"a value that is no tensor would have to cross between stages: {node.name}",
+                where=meta.note(node).source,
+                do="cut the model elsewhere (Plan(split=...))",
+            )
+        shape = tuple(expression(self.program.fake_mode, size) for size in value.shape)
+        return Carried(node.name, value.dtype, value.device.type, shape)
+
+    def _parameter_stages(self, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
+        found: dict[str, list[int]] = {}
+        for stage in stages:
+            programs = [stage.forward, *([stage.backward] if stage.backward is not None else [])]
+            names = {what.name for p in programs for what in p.inputs if isinstance(what, role.Param)}
+            names |= {what.name for p in programs for what in p.outputs if isinstance(what, role.Grad)}
+            for name in names:
+                found.setdefault(name, []).append(stage.index)
+        return {name: tuple(found[name]) for name in sorted(found)}
+
+
+def _numbered(nodes: Sequence[Node], source: int, target: int) -> dict[Node, Role]:
+    return {node: role.Activation(source, target, i) for i, node in enumerate(nodes)}
