@@ -21,6 +21,7 @@ from graphcomp.ir.signature import (
     Saved,
     Tokens,
 )
+from graphcomp.ir.spelling import Symbols
 
 _RESULTS = (Loss, Tokens, Metric, Grad, BufferUpdate, Output)
 INPUTS: dict[Level, tuple[type[Role], ...]] = {
@@ -35,7 +36,7 @@ MAY_BE_NONE = (Grad,)
 
 
 def signature(program: Program) -> Iterator[Fault]:
-    output = program.output_node
+    output, symbols = program.output_node, Symbols(program)
     returned = output.args[0]
     if not isinstance(returned, tuple | list):
         yield Fault("the output node does not return a flat tuple", output, "tuple", type(returned).__name__)
@@ -49,7 +50,8 @@ def signature(program: Program) -> Iterator[Fault]:
     ):
         if len(roles) != found:
             what = f"the program has {found} {kind}s and {len(roles)} {kind} roles"
-            yield Fault(what, output if kind == "output" else None, found, ", ".join(map(str, roles)))
+            listed = ", ".join(str(symbols.role(role)) for role in roles)
+            yield Fault(what, output if kind == "output" else None, found, listed or "none")
         for role, times in Counter(roles).items():
             if times > 1:
                 yield Fault(

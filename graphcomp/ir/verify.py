@@ -81,12 +81,7 @@ def _error(program: Program, made_by: str, rule: Rule, fault: Fault) -> VerifyEr
         where += f", node {name(program, fault.node)}" if fault.node.op != "output" else ", outputs"
         where += f", module '{note.module}'" if note.module else ""
         where += f", {note.source}" if note.source else ""
-        around = "\n".join(f"    {line}" for line in window(program, fault.node).splitlines())
-        where += f"\n{around}"
-    return VerifyError(
-        f"{fault.what} (rule '{rule.name}': {rule.says})",
-        where=where,
-        expected=fault.expected,
-        got=fault.got,
-        do=fault.do,
-    )
+    where += f"\n  rule '{rule.name}': {rule.says}"
+    if fault.node is not None:
+        where += "".join(f"\n    {line}" for line in window(program, fault.node).splitlines())
+    return VerifyError(fault.what, where=where, expected=fault.expected, got=fault.got, do=fault.do)

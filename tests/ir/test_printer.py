@@ -1,5 +1,7 @@
 """The text of programs."""
 
+# ruff: noqa: E501
+
 from __future__ import annotations
 
 import operator
@@ -19,7 +21,9 @@ class TestText(TestCase):
     maxDiff = None
 
     def test_joint(self) -> None:
-        self.assertExpectedInline(print_program(training_step()), """\
+        self.assertExpectedInline(
+            print_program(training_step()),
+            """\
 joint program "tiny"
   %w: f32[8, 4] = param fc.weight
   %x: f32[s0, 8] = batch x
@@ -41,10 +45,13 @@ backward:
 return loss loss = %sum_1
 return tokens loss = %full
 return grad fc.weight = %mm_1
-""")
+""",
+        )
 
     def test_without_notes(self) -> None:
-        self.assertExpectedInline(print_program(training_step(), notes=False), """\
+        self.assertExpectedInline(
+            print_program(training_step(), notes=False),
+            """\
 joint program "tiny"
   %w: f32[8, 4] = param fc.weight
   %x: f32[s0, 8] = batch x
@@ -63,7 +70,8 @@ joint program "tiny"
 return loss loss = %sum_1
 return tokens loss = %full
 return grad fc.weight = %mm_1
-""")
+""",
+        )
 
     def test_sizes_and_strides(self) -> None:
         b = Builder()
@@ -75,7 +83,9 @@ return grad fc.weight = %mm_1
         split = b.call(aten.split.Tensor, w, 2)
         part = b.call(operator.getitem, split, 1)
         program = b.program({Output("y"): y, Output("part"): part})
-        self.assertExpectedInline(print_program(program), """\
+        self.assertExpectedInline(
+            print_program(program),
+            """\
 joint program "sample"
   %x: f32[s0, s1] = batch x
   %w: f32[4, 8] strides [1, 4] = param w
@@ -89,7 +99,8 @@ forward:
   %getitem: f32[2, 8] = %split[1]
 return output y = %slice_1
 return output part = %getitem
-""")
+""",
+        )
 
     def test_stage(self) -> None:
         b = Builder()
@@ -97,7 +108,9 @@ return output part = %getitem
         b.note = Note(Phase.BACKWARD, "up", "model.py:7", operation=9, gradient_sum=True, recompute=2)
         total = b.call(aten.add.Tensor, received, received)
         outputs = {Activation(1, 0, 0): total, Saved(0): received, Grad("w"): None}
-        self.assertExpectedInline(print_program(b.program(outputs, level=Level.STAGE)), """\
+        self.assertExpectedInline(
+            print_program(b.program(outputs, level=Level.STAGE)),
+            """\
 stage program "sample"
   %h: f32[s0, s1] = activation 0>1[0]
 backward:
@@ -105,7 +118,8 @@ backward:
 return gradient 1>0[0] = %add
 return saved 0 = %h
 return grad w = None
-""")
+""",
+        )
 
     def test_groups(self) -> None:
         b = Builder()
@@ -116,7 +130,9 @@ return grad w = None
             meta.set_value(node, b.leaf)
             x = b.call(c10d.wait_tensor.default, node)
         program = b.program({Output("y"): x})
-        self.assertExpectedInline(print_program(program, groups={"12": "dp"}), """\
+        self.assertExpectedInline(
+            print_program(program, groups={"12": "dp"}),
+            """\
 joint program "sample"
   %x: f32[s0, s1] = batch x
 forward:
@@ -127,21 +143,28 @@ forward:
   %all_reduce_default_2: f32[s0, s1] = _c10d_functional.all_reduce(%wait_tensor_1, 'sum', group0)
   %wait_tensor_2: f32[s0, s1] = _c10d_functional.wait_tensor(%all_reduce_default_2)
 return output y = %wait_tensor_2
-""")
+""",
+        )
 
     def test_window(self) -> None:
         program = training_step()
-        self.assertExpectedInline(window(program, program.calls()[0], around=2), """\
+        self.assertExpectedInline(
+            window(program, program.calls()[0], around=2),
+            """\
   %s0: int = size s0
   %denominator: f32[] = denominator loss
 > %mm: f32[s0, 4] = mm(%x, %w)                                                  # fc  model.py:10
   %relu: f32[s0, 4] = relu(%mm)                                                 # (root)  model.py:11
-  %mul: f32[s0, 4] = mul.Tensor(%relu, 0.5)                                     # train.py:3""")
-        self.assertExpectedInline(window(program, program.output_node, around=1), """\
+  %mul: f32[s0, 4] = mul.Tensor(%relu, 0.5)                                     # train.py:3""",
+        )
+        self.assertExpectedInline(
+            window(program, program.output_node, around=1),
+            """\
   %mm_1: f32[8, 4] = mm(%t, %threshold_backward)                                # fc  model.py:10  of %mm
 > return loss loss = %sum_1
 > return tokens loss = %full
-> return grad fc.weight = %mm_1""")
+> return grad fc.weight = %mm_1""",
+        )
 
 
 def test_same_text_whatever_symbols_are_called() -> None:
