@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from pathlib import PurePath
 from typing import Any
 
 import sympy
@@ -205,7 +206,8 @@ def comment(node: Node, twins: Mapping[int, str]) -> str:
     twins: operation number -> name of the forward node.
     """
     note = meta.note(node)
-    parts = ["(root)" if note.module == "" else note.module, note.source]
+    source = PurePath(note.source).name if note.source else None  # folders differ between machines
+    parts = ["(root)" if note.module == "" else note.module, source]
     if note.phase is Phase.BACKWARD and note.operation is not None and note.operation in twins:
         parts.append(f"of %{twins[note.operation]}")
     if note.gradient_sum:

@@ -105,7 +105,7 @@ return output part = %getitem
     def test_stage(self) -> None:
         b = Builder()
         received = b.input(Activation(0, 1, 0), b.leaf, "h")
-        b.note = Note(Phase.BACKWARD, "up", "model.py:7", operation=9, gradient_sum=True, recompute=2)
+        b.note = Note(Phase.BACKWARD, "up", "/somewhere/model.py:7", operation=9, gradient_sum=True, recompute=2)
         total = b.call(aten.add.Tensor, received, received)
         outputs = {Activation(1, 0, 0): total, Saved(0): received, Grad("w"): None}
         self.assertExpectedInline(
