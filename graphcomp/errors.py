@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "AgreementError",
+    "BackendError",
     "BatchError",
     "CaptureError",
     "GraphcompError",
@@ -90,6 +91,10 @@ class StateError(GraphcompError):
 
 class StepError(GraphcompError):
     """A step was called in a state in which it cannot run (under no_grad, not materialised, unusable after an error)."""
+
+
+class BackendError(GraphcompError):
+    """The backend cannot compile a program, or a compiled program was given inputs it was not compiled for."""
 
 
 class AgreementError(GraphcompError):

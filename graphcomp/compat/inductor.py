@@ -1,4 +1,5 @@
-"""Inductor below AOTAutograd. Its public entry traces the graph a second time and wraps every call; ours needs neither."""
+"""Inductor below AOTAutograd. Its public entry traces the graph a second time and wraps every call; ours
+needs neither."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 
 OPTIONS = {
     "fallback_random": True,  # draws come from torch's own generator, as in eager
-    "size_asserts": False,  # a third of the call overhead of a small program; the backend checks the first call
+    "size_asserts": False,  # a third of what a call of a small program costs; the first call is checked
     "alignment_asserts": False,
 }
 
@@ -24,9 +25,9 @@ OPTIONS = {
 def compile_graph(module: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode) -> Boxed:
     """Compile a functional aten graph with fake or symbolic inputs, as they stand in `mode`.
 
-    The result takes one list, which it empties before it computes, so that inputs die at their last use. Outputs keep
-    the strides they have in the graph. Needs grad mode off, at compile time and at run time. Sizes that Inductor has to
-    decide on become guards of the mode's shape environment (see `guards_since`).
+    The result takes one list, which it empties before it computes, so that inputs die at their last use.
+    Outputs keep the strides they have in the graph. Needs grad mode off, at compile time and at run time.
+    Sizes that Inductor has to decide on become guards of the mode's shape environment (see `guards_since`).
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch._guards import TracingContext, tracing
@@ -40,9 +41,11 @@ def compile_graph(module: GraphModule, inputs: Sequence[Any], mode: FakeTensorMo
         module = _recursive_joint_graph_passes(module, input_device=_device(inputs))
         output = module.graph.output_node()
         results: Any = output.args[0]
-        output.meta["user_visible_output_idxs"] = [i for i, node in enumerate(results) if isinstance(node, Node)]
+        visible = [place for place, node in enumerate(results) if isinstance(node, Node)]
+        output.meta["user_visible_output_idxs"] = visible
         compiled: Any = compile_fx_inner(module, list(inputs), is_inference=True)
-    # Below the wrapper that serves the autotuner's cache and the profiler, which costs as much as a small kernel.
+    # Below the wrapper that serves the autotuner's cache and the profiler, which costs as much as a small
+    # kernel.
     return getattr(compiled, "current_callable", None) or compiled
 
 
@@ -53,7 +56,8 @@ def guards_since(mode: FakeTensorMode, count: int) -> tuple[sympy.Basic, ...]:
 
 
 def runs_as_written() -> bool:
-    """Whether neither autograd nor autocast would add anything to an operation: then no context need be entered."""
+    """Whether neither autograd nor autocast would add anything to an operation: then no context need be
+    entered."""
     return not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled())
 
 
@@ -62,8 +66,8 @@ def _decompose(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     run: Callable[..., Any] = torch.fx.Interpreter(module).run
     done = trace_with(lambda *values: list(run(*values)), inputs, inductor_table())
     if any(_writes(node) for node in done.graph.nodes):  # some decompositions fill a tensor in place
-        functional = torch.func.functionalize(lambda *values: list(run(*values)), remove="mutations_and_views")
-        done = trace_with(functional, inputs, inductor_table())
+        functional = torch.func.functionalize(run, remove="mutations_and_views")
+        done = trace_with(lambda *values: list(functional(*values)), inputs, inductor_table())
     done.graph.eliminate_dead_code()
     done.recompile()
     return done

@@ -1,0 +1,29 @@
+"""Runs programs operation by operation, bitwise as eager PyTorch does."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from graphcomp.backend.base import Compiled, Listener, Progress
+from graphcomp.ir.interp import boxed_callable
+from graphcomp.ir.program import Program
+
+
+@dataclass
+class EagerBackend:
+    """Every program becomes straight-line Python over torch operations."""
+
+    listener: Listener | None = None
+    programs: int = 0
+    reused: int = 0
+    name = "eager"
+
+    def compile(self, program: Program) -> Compiled:
+        begin = time.perf_counter()
+        call = boxed_callable(program)
+        self.programs += 1
+        seconds = time.perf_counter() - begin
+        if self.listener is not None:
+            self.listener(Progress(program.name, "compiled", seconds))
+        return Compiled(call, seconds=seconds)

@@ -1,0 +1,139 @@
+"""Inductor: one compile for equal programs, conditions, errors, random numbers, memory."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import sympy
+import torch
+
+from graphcomp import backend
+from graphcomp.backend import inductor as module
+from graphcomp.compat import inductor as shim
+from graphcomp.compat.symbols import guard_count
+from graphcomp.errors import BackendError
+from graphcomp.ir.interp import boxed_callable
+from graphcomp.ir.program import Level, Program
+from graphcomp.ir.signature import Activation, Saved
+from tests.backend import samples
+from tests.ir.build import Builder
+
+pytestmark = pytest.mark.inductor
+aten = torch.ops.aten
+
+
+def test_equal_programs_compile_once() -> None:
+    heard: list[backend.Progress] = []
+    chosen = backend.get("inductor", heard.append)
+    first = chosen.compile(samples.forward("stage 0 forward", "layers.0.weight"))
+    second = chosen.compile(samples.forward("stage 1 forward", "layers.1.weight"))
+    assert (chosen.programs, chosen.reused) == (1, 1)
+    assert (first.reused, second.reused) == (False, True)
+    assert [(event.program, event.state) for event in heard] == [
+        ("stage 0 forward", "started"),
+        ("stage 0 forward", "compiled"),
+        ("stage 1 forward", "reused"),
+    ]
+    inputs = samples.forward_inputs(9)
+    samples.equal(second(list(inputs)), first(list(inputs)), exactly=True)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2, 2), (2, 9), (31, 3), (64, 64)])
+def test_sizes_are_inputs(rows: int, columns: int) -> None:
+    program = samples.with_size()
+    inputs = [torch.randn(rows, columns), rows, columns, torch.tensor(2.0)]
+    got = backend.get("inductor").compile(program)(list(inputs))
+    samples.equal(got, boxed_callable(program)(list(inputs)), exactly=False)
+
+
+def condition_program(rows: int = 6) -> tuple[Program, sympy.Symbol]:
+    b = Builder(example=(rows, 16))
+    x = b.input(Activation(0, 1, 0), b.leaf, "x")
+    y = b.call(aten.sin.default, x)
+    return b.program({Activation(1, 2, 0): y}, "conditioned", Level.STAGE), b.sizes[0].node.expr
+
+
+def test_conditions_that_compiling_adds_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler asks the shape environment while it works; here it asks whether there are less than 1000 rows."""
+    program, rows = condition_program()
+
+    def asking(graph: object, inputs: list[torch.Tensor], mode: object) -> module.Boxed:
+        assert inputs[0].shape[0] < 1000
+        return lambda box: [box.pop().sin()]
+
+    monkeypatch.setattr(module, "compile_graph", asking)
+    chosen = backend.get("inductor")
+    first = chosen.compile(program)
+    assert [str(relation) for relation in first.conditions] == [f"{rows} < 1000"]
+    # Another trace of the same program has symbols of its own; the condition comes along, in those.
+    other, other_rows = condition_program(rows=7)
+    second = chosen.compile(other)
+    assert second.reused
+    assert {s.name for c in second.conditions for s in c.free_symbols} <= {str(other_rows)}
+    assert any(c.subs(dict.fromkeys(c.free_symbols, 1000)) == sympy.false for c in second.conditions)
+
+
+def test_indexing_limits_become_conditions() -> None:
+    program, rows = condition_program()
+    before = guard_count(program.fake_mode)
+    compiled = backend.get("inductor").compile(program)
+    assert len(shim.guards_since(program.fake_mode, before)) == len(compiled.conditions)
+    holds = [c.subs(dict.fromkeys(c.free_symbols, 9)) for c in compiled.conditions]
+    assert all(value == sympy.true for value in holds)
+
+
+def test_an_error_of_the_compiler_names_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> module.Boxed:
+        raise RuntimeError("no such lowering\nand more")
+
+    monkeypatch.setattr(module, "compile_graph", broken)
+    with pytest.raises(BackendError, match="Inductor cannot compile program 'stage 1 forward'") as caught:
+        backend.get("inductor").compile(samples.forward())
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert "got: RuntimeError: no such lowering\n" in str(caught.value)
+
+
+def test_random_numbers_are_those_of_eager() -> None:
+    b = Builder(example=(6, 16))
+    x = b.input(Activation(0, 1, 0), b.leaf, "x")
+    pair = b.call(aten.native_dropout.default, x, 0.5, True)
+    kept = b.call(operator.getitem, pair, 0)
+    mask = b.call(operator.getitem, pair, 1)
+    y = b.call(aten.mul.Tensor, kept, 3.0)
+    program = b.program({Activation(1, 2, 0): y, Saved(0): mask}, "dropout", Level.STAGE)
+    compiled = backend.get("inductor").compile(program)
+    x_value = torch.randn(40, 16)
+    torch.manual_seed(5)
+    got = compiled([x_value])
+    torch.manual_seed(5)
+    samples.equal(got, boxed_callable(program)([x_value]), exactly=True)
+
+
+def test_saved_values_are_freed_as_they_are_used() -> None:
+    """A chain of products, each with another input: what is used first is gone while later ones are computed."""
+    b = Builder(example=(6, 64))
+    x = b.input(Activation(0, 1, 0), (64, 64), "x")
+    weights = [b.input(Saved(i), (64, 64), f"w{i}") for i in range(3)]
+    for weight in weights:
+        x = b.call(aten.mm.default, x, weight)
+    compiled = backend.get("inductor").compile(b.program({Activation(1, 2, 0): x}, "chain", Level.STAGE))
+    compiled([torch.zeros(64, 64) for _ in range(4)])
+    peak = Peak()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        compiled([torch.zeros(64, 64) for _ in range(4)])
+    for event in profile.profiler.kineto_results.events():
+        peak.see(event)
+    assert peak.most <= 5 * 64 * 64 * 4  # four inputs and one product; six if inputs were kept
+
+
+class Peak:
+    """Most bytes in use at once, of the profiler's allocation events in order of time."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def see(self, event: object) -> None:
+        if event.name() == "[memory]":  # type: ignore[attr-defined]
+            self.now += event.nbytes()  # type: ignore[attr-defined]
+            self.most = max(self.most, self.now)
