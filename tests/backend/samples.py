@@ -16,7 +16,7 @@ ROWS = (2, 3, 7, 64, 65)
 
 
 def forward(name: str = "stage 1 forward", parameter: str = "fc.weight", rows: int = 6) -> Program:
-    """y = gelu(x @ w), with x and x @ w saved; symbolic in rows, and saved values of other strides than usual."""
+    """y = gelu(x @ w), with x and x @ w saved, the latter transposed; symbolic in rows."""
     b = Builder(example=(rows, 16))
     count, _ = b.sizes
     w = b.input(Param(parameter), (16, 16), "w")

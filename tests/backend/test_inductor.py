@@ -55,7 +55,7 @@ def condition_program(rows: int = 6) -> tuple[Program, sympy.Symbol]:
 
 
 def test_conditions_that_compiling_adds_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler asks the shape environment while it works; here it asks whether there are less than 1000 rows."""
+    """Here the compiler asks the shape environment whether there are less than 1000 rows."""
     program, rows = condition_program()
 
     def asking(graph: object, inputs: list[torch.Tensor], mode: object) -> module.Boxed:
@@ -75,7 +75,7 @@ def test_conditions_that_compiling_adds_are_reported(monkeypatch: pytest.MonkeyP
 
 
 def test_indexing_limits_become_conditions() -> None:
-    program, rows = condition_program()
+    program, _ = condition_program()
     before = guard_count(program.fake_mode)
     compiled = backend.get("inductor").compile(program)
     assert len(shim.guards_since(program.fake_mode, before)) == len(compiled.conditions)
@@ -111,7 +111,7 @@ def test_random_numbers_are_those_of_eager() -> None:
 
 
 def test_saved_values_are_freed_as_they_are_used() -> None:
-    """A chain of products, each with another input: what is used first is gone while later ones are computed."""
+    """A chain of products, each with another input: what is used first is gone before the end."""
     b = Builder(example=(6, 64))
     x = b.input(Activation(0, 1, 0), (64, 64), "x")
     weights = [b.input(Saved(i), (64, 64), f"w{i}") for i in range(3)]
