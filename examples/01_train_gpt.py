@@ -1,0 +1,224 @@
+"""Train a byte-level GPT on the source text of Python's standard library, as a compiled pipeline.
+
+    python examples/01_train_gpt.py                              two processes on this machine
+    torchrun --nproc-per-node 4 examples/01_train_gpt.py         as many stages as processes
+
+It ends with a parity table (loss and gradients of one step against eager PyTorch) and a folder `runs/...` with
+the plan and every program as text. Exit code 1 if the loss did not fall or a gradient differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from stdlib_text import VOCAB, documents, steps
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import graphcomp as gc
+
+# ------------------------------------------------------------------ the model, as anybody would write it
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        split = (
+            part.view(rows, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        mixed = F.scaled_dot_product_attention(*split, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int, heads: int, blocks: int, longest: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.positions = nn.Embedding(longest, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCAB, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        nn.init.normal_(self.positions.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def loss_fn(logits: Tensor, batch: dict[str, Tensor]) -> gc.TokenLoss:
+    return gc.token_loss(logits, batch["labels"])
+
+
+# ------------------------------------------------------------------ the run
+
+
+def main() -> int:
+    options = parse()
+    if "RANK" not in os.environ:
+        start_processes(options.processes)
+    device = start_rank()
+    first = dist.get_rank() == 0
+    console = Console(quiet=not first)
+
+    torch.manual_seed(options.seed)
+    texts = documents(limit=4000, longest=options.longest)
+    data = steps(texts, options.microbatches, options.rows, options.seed, device)
+    model = GPT(options.width, 4, options.blocks, options.longest).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("pp",))
+    plan = gc.Plan(mesh=mesh, schedule="1f1b", backend=options.backend)
+    step = gc.compile_train_step(model, loss_fn, plan=plan)
+
+    check = next(data)
+    console.print(
+        f"{len(texts)} documents, {sum(p.numel() for p in model.parameters()):,} parameters, {device.type}"
+    )
+    expected = eager(model, check)
+    table, same = parity(step, check, expected, tolerance=1e-4)
+    optimizer.zero_grad()
+
+    losses: list[float] = []
+    with progress(console) as bar:
+        task = bar.add_task("train", total=options.steps, shown="")
+        for number in range(options.steps):
+            began = time.perf_counter()
+            result = step(next(data))
+            gc.clip_grad_norm_(step, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(result.loss))
+            speed = int(result.tokens["loss"]) / (time.perf_counter() - began)
+            line = f"loss {losses[-1]:.3f}   {speed:7,.0f} valid tokens/s"
+            bar.update(task, advance=1, shown=line)
+            if number % 10 == 0:
+                console.print(f"step {number:4d}   {line}")
+
+    folder = Path("runs") / f"train_gpt_{dist.get_world_size()}_stages"
+    step.dump(folder)
+    start, end = sum(losses[:3]) / len(losses[:3]), sum(losses[-5:]) / len(losses[-5:])
+    learned = end < 0.8 * start
+    console.print(table)
+    console.print(
+        f"loss {start:.3f} -> {end:.3f}; {step.stats.programs} program(s) for all lengths; see {folder}/"
+    )
+    if not learned:
+        console.print("[red]the loss did not fall clearly[/red]")
+    if not same:
+        console.print("[red]the compiled step differs from eager PyTorch[/red]")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0 if learned and same else 1
+
+
+def eager(model: nn.Module, microbatches: list[dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of one step in plain PyTorch: sum over valid tokens / their number."""
+    model = copy.deepcopy(model)
+    count = sum((batch["labels"] != -100).sum() for batch in microbatches)
+    total = torch.zeros((), device=count.device)
+    for batch in microbatches:
+        logits = model(batch["tokens"]).flatten(0, 1)
+        loss = F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / count
+        loss.backward()
+        total += loss.detach()
+    return total, {name: p.grad for name, p in model.named_parameters()}
+
+
+def parity(step, microbatches, expected, tolerance: float) -> tuple[Table, bool]:
+    """One compiled step against the eager one; every rank compares the parameters that it owns."""
+    loss, gradients = expected
+    result = step(microbatches)
+    rows = [("loss", float(result.loss), float(loss), abs(float(result.loss - loss)) / float(loss))]
+    for name, p in step.named_parameters():
+        norm, other = p.grad.norm(), gradients[name].norm()
+        rows.append((name, float(norm), float(other), float((p.grad - gradients[name]).norm() / other)))
+    everywhere: list[list] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, rows)
+    table = Table(
+        "rank", "value", "compiled", "eager", "relative difference", title="one step, compiled and eager"
+    )
+    for rank, found in enumerate(everywhere):
+        for name, mine, other, difference in found:
+            table.add_row(str(rank), name, f"{mine:.6f}", f"{other:.6f}", f"{difference:.1e}")
+    return table, all(row[-1] <= tolerance for found in everywhere for row in found)
+
+
+def progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[shown]}"),
+        TimeElapsedColumn(),
+        console=console,
+        disable=console.quiet,
+    )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--microbatches", type=int, default=8, help="per step")
+    parser.add_argument("--rows", type=int, default=4, help="documents in a microbatch")
+    parser.add_argument("--longest", type=int, default=256, help="bytes of a document")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--backend", default="inductor", choices=["inductor", "eager"])
+    parser.add_argument("--processes", type=int, default=2, help="started here, when not under torchrun")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def start_processes(number: int) -> None:
+    """Become torchrun with this file. One thread a process: the processes share the cores."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    run = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
+    os.execv(sys.executable, [sys.executable, *run, *sys.argv])
+
+
+def start_rank() -> torch.device:
+    """Join the process group; a GPU for each process of this machine if there are enough, else the CPU."""
+    local = int(os.environ["LOCAL_RANK"])
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        torch.cuda.set_device(local)
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        return torch.device("cuda", local)
+    dist.init_process_group("gloo")
+    return torch.device("cpu")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Every example runs to its end as its own program, with small settings."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, *options: str, cwd: Path) -> str:
+    """The output of an example; fails with it if the exit code is not 0."""
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    }
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *options],
+        cwd=cwd,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SMALL = ("--steps", "20", "--width", "32", "--blocks", "2", "--longest", "96", "--microbatches", "3")
+
+
+@pytest.mark.gloo
+def test_train_gpt(tmp_path: Path) -> None:
+    shown = run("01_train_gpt.py", *SMALL, "--backend", "eager", cwd=tmp_path)
+    assert "one step, compiled and eager" in shown and "head.weight" in shown
+    assert list((tmp_path / "runs").glob("*/*"))
+
+
+@pytest.mark.gloo
+@pytest.mark.inductor
+def test_train_gpt_compiled(tmp_path: Path) -> None:
+    assert "1 program(s) for all lengths" in run("01_train_gpt.py", *SMALL, cwd=tmp_path)
+
+
+@pytest.mark.gloo
+def test_huggingface(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    shown = run("02_huggingface.py", "--steps", "2", cwd=tmp_path)
+    assert "llama  4 stage(s)" in shown and "largest relative difference" in shown
+
+
+def test_inspect(tmp_path: Path) -> None:
+    shown = run("03_inspect.py", cwd=tmp_path)
+    for words in ("param hidden.weight", "activation 0>1", "denominator loss"):
+        assert words in shown
+
+
+def test_the_text_of_a_microbatch_reads_back_from_its_labels() -> None:
+    text = load("stdlib_text")
+    texts = text.documents(limit=50, longest=200)
+    assert len(texts) == 50 and all(40 <= len(each) <= 200 and each.startswith(b"def ") for each in texts)
+    batch = text.pad(texts[:3], torch.device("cpu"))
+    for row, each in enumerate(texts[:3]):
+        labels = batch["labels"][row]
+        assert bytes(labels[labels != text.IGNORED].tolist()) == each
+        assert batch["tokens"][row, 0] == 0
+        assert bytes(batch["tokens"][row, 1 : len(each)].tolist()) == each[:-1]
+
+
+def test_data_is_the_same_every_time_and_ragged() -> None:
+    text = load("stdlib_text")
+    texts = text.documents(limit=50, longest=200)
+    one, two = (next(text.steps(texts, 4, 2, 7, torch.device("cpu"))) for _ in range(2))
+    assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(one, two, strict=True))
+    assert len({batch["tokens"].shape for batch in one}) > 1
