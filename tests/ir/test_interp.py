@@ -167,6 +167,17 @@ def test_constants_are_known_and_may_be_overridden() -> None:
     assert interp.run(program, given)[Output("y")].eq(4).all()
 
 
+def test_a_view_of_an_unforeseen_layout_is_a_copy() -> None:
+    """The trace saw a dense tensor; what comes at run time is transposed."""
+    b = Builder()
+    x = b.input(BatchLeaf("x"), b.leaf, "x")
+    program = b.program({Output("y"): b.call(aten.view.default, x, [-1])})
+    x_value = torch.arange(6.0).view(2, 3).t()
+    assert torch.equal(interp.run(program, {BatchLeaf("x"): x_value})[Output("y")], x_value.reshape(-1))
+    last = [value for _, value in interp.trace_values(program, {BatchLeaf("x"): x_value})][-1]
+    assert torch.equal(last, x_value.reshape(-1))
+
+
 def test_missing_input_is_named() -> None:
     program = training_step()
     with pytest.raises(VerifyError, match=r"got: nothing for param fc.weight, batch x"):
