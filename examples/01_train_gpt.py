@@ -3,8 +3,8 @@
     python examples/01_train_gpt.py                              two processes on this machine
     torchrun --nproc-per-node 4 examples/01_train_gpt.py         as many stages as processes
 
-It ends with a parity table (loss and gradients of one step against eager PyTorch) and a folder `runs/...` with
-the plan and every program as text. Exit code 1 if the loss did not fall or a gradient differs.
+It ends with a parity table (loss and gradients of one step against eager PyTorch) and a folder `runs/...`
+with the plan and every program as text. Exit code 1 if the loss did not fall or a gradient differs.
 """
 
 from __future__ import annotations
