@@ -1,0 +1,188 @@
+"""Execute a rank program.
+
+The program is linked once: every instruction becomes a function of the step's state in which all indices
+are already looked up. A step then walks over these functions. Nothing here reads a value back from the
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from graphcomp.errors import StepError
+from graphcomp.ir.signature import Loss, Metric, Output, Role
+from graphcomp.partition.stages import Partitioned
+from graphcomp.runtime.inputs import StepInputs, link_binds
+from graphcomp.runtime.instructions import Instruction, RankProgram, Run
+from graphcomp.runtime.link import Callables, Context, Operation, State, link
+from graphcomp.runtime.transport import Transport
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What a rank's part of a step yields. Nothing of it has been written to parameters or buffers yet.
+
+    gradients: by stage, then by parameter; absent where no microbatch yields one. buffers: new values by
+    name. records: (microbatch, role) and value of losses, metrics and outputs.
+    """
+
+    microbatches: int
+    gradients: Mapping[int, Mapping[str, torch.Tensor]]
+    buffers: Mapping[str, torch.Tensor]
+    records: Sequence[tuple[tuple[int, Role], torch.Tensor]] = field(repr=False)
+    messages: int
+    bytes_sent: int
+
+    def recorded(self, kind: type[Loss] | type[Metric] | type[Output]) -> list[dict[str, torch.Tensor]]:
+        """One dictionary a microbatch: losses or metrics by name, outputs by path."""
+        found: list[dict[str, torch.Tensor]] = [{} for _ in range(self.microbatches)]
+        for (microbatch, role), value in self.records:
+            if isinstance(role, kind):
+                found[microbatch][role.path if isinstance(role, Output) else role.name] = value
+        return found
+
+
+class RankExecutor:
+    """Runs one rank program any number of times.
+
+    specialisations: as `lower` numbers them. callables: by (specialisation, stage, kind); called with one
+    list, the inputs of that program in order, they return its outputs in order. What is in that list for
+    the last time is in no other place of the runtime: it lives as long as the callee keeps it.
+    accumulate_dtype: of the accumulated gradients; None: as they come.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        specialisations: Sequence[Partitioned],
+        callables: Callables,
+        transport: Transport,
+        device: torch.device | str = "cpu",
+        accumulate_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.program, self.transport = program, transport
+        context = Context(
+            program, tuple(specialisations), callables, transport, torch.device(device), accumulate_dtype
+        )
+        self._operations: list[Operation] = [
+            link(instruction, context) for instruction in program.instructions
+        ]
+        self._fill = link_binds(program, context.specialisations)
+        self._state: State | None = None
+        self._next = 0
+
+    def begin(self, inputs: StepInputs) -> None:
+        """Take the inputs of a step; whatever an earlier step left behind is dropped."""
+        if len(inputs.microbatches) != self.program.microbatches:
+            raise StepError(
+                "a rank program was given another number of microbatches",
+                where=f"rank {self.program.rank}",
+                expected=self.program.microbatches,
+                got=len(inputs.microbatches),
+            )
+        self._state = State(
+            registers=[None] * self.program.registers,
+            slots=[None] * self.program.slots,
+            gradients=[None] * len(self.program.gradients),
+            records=[None] * len(self.program.records),
+            parameters=inputs.parameters,
+        )
+        self._fill(self._state, inputs)
+        self._next = 0
+        self.transport.messages = self.transport.bytes_sent = 0
+
+    def advance(self) -> bool:
+        """Go on until the end (True) or until another virtual rank has to go on first (False).
+
+        An exception keeps its type and gets a note with rank, stage, microbatch and action.
+        """
+        state, operations = self._running(), self._operations
+        place, end = self._next, len(operations)
+        try:
+            with torch.no_grad():
+                while place < end:
+                    if operations[place](state):
+                        return False
+                    place += 1
+        except Exception as error:
+            error.add_note(self._where(self.program.instructions[place]))
+            raise
+        finally:
+            self._next = place
+        return True
+
+    @property
+    def progress(self) -> int:
+        """How many instructions are done."""
+        return self._next
+
+    @property
+    def current(self) -> str:
+        """The text of the next instruction."""
+        done = self._next >= len(self._operations)
+        return "the end" if done else str(self.program.instructions[self._next])
+
+    def run(self, inputs: StepInputs) -> RankResult:
+        """One step of this rank. Raises StepError if the transport is virtual and another rank has to go on
+        first.
+        """
+        self.begin(inputs)
+        if not self.advance():
+            raise StepError(
+                "a virtual rank cannot run alone", where=f"rank {self.program.rank}: {self.current}"
+            )
+        return self.result()
+
+    def result(self) -> RankResult:
+        """What the step yielded; hands it over, so it can be asked for once."""
+        state = self._running()
+        if self._next < len(self._operations):
+            raise StepError(
+                "a rank has not come to its end", where=f"rank {self.program.rank}: {self.current}"
+            )
+        gradients: dict[int, dict[str, torch.Tensor]] = {stage: {} for stage in self.program.stages}
+        for (stage, name), value in zip(self.program.gradients, state.gradients, strict=True):
+            if value is not None:
+                gradients[stage][name] = value
+        self._state = None
+        return RankResult(
+            microbatches=self.program.microbatches,
+            gradients=gradients,
+            buffers=state.buffers,
+            records=list(zip(self.program.records, state.records, strict=True)),
+            messages=self.transport.messages,
+            bytes_sent=self.transport.bytes_sent,
+        )
+
+    def _running(self) -> State:
+        if self._state is None:
+            raise StepError(
+                "no step has begun", where=f"rank {self.program.rank}", do="call begin(inputs) first"
+            )
+        return self._state
+
+    def _where(self, instruction: Instruction) -> str:
+        if isinstance(instruction, Run):
+            place = f"microbatch {instruction.microbatch}, action {instruction.action}"
+            return f"in rank {self.program.rank}, stage {instruction.stage}, {place}"
+        return f"in rank {self.program.rank}, at: {instruction}"
+
+
+def run_virtual_ranks(executors: Sequence[RankExecutor]) -> list[RankResult]:
+    """Let virtual ranks, each with its inputs given, go on in turn until all are done; results in order of
+    ranks.
+
+    Raises StepError, with what each rank waits for, if none can go on.
+    """
+    waiting = list(executors)
+    while waiting:
+        before = [executor.progress for executor in waiting]
+        left = [executor for executor in waiting if not executor.advance()]
+        if left and before == [executor.progress for executor in waiting]:
+            blocked = "; ".join(f"rank {one.program.rank} at: {one.current}" for one in left)
+            raise StepError("the virtual ranks wait for each other", got=blocked)
+        waiting = left
+    return [executor.result() for executor in executors]

@@ -1,0 +1,308 @@
+"""Turn each instruction into a function of the step's state. Every index, shape function and callee is
+looked up here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+
+from graphcomp.errors import AgreementError, VerifyError
+from graphcomp.ir.sizes import evaluator
+from graphcomp.partition.stages import Carried, Partitioned
+from graphcomp.runtime.accumulate import adopt, shared_results, storages
+from graphcomp.runtime.instructions import (
+    Accumulate,
+    Edge,
+    FinishSend,
+    FinishSends,
+    Free,
+    Instruction,
+    PostReceive,
+    RankProgram,
+    Record,
+    ReplaceGradient,
+    Run,
+    Send,
+    SendGradient,
+    UpdateBuffer,
+    WaitReceive,
+)
+from graphcomp.runtime.transport import Transport, describe
+
+
+@dataclass(slots=True)
+class State:
+    """All that changes during a step. slots: messages under way. pending: slots of unfinished sends, oldest
+    first. shared: the registers of the last adopting call whose memory is not theirs alone.
+    """
+
+    registers: list[Any]
+    slots: list[Any]
+    gradients: list[Any]
+    records: list[Any]
+    parameters: Mapping[str, torch.Tensor]
+    sizes: Sequence[Mapping[str, int]] = ()
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    pending: deque[int] = field(default_factory=deque)
+    shared: frozenset[int | None] = frozenset()
+
+
+Callables = Mapping[tuple[int, int, str], Callable[[list[Any]], Sequence[Any]]]
+"""By (specialisation, stage, kind): a stage program as a function of one list, which it empties."""
+
+Operation = Callable[[State], object]
+"""Returns something true only if it could not be done yet, and nothing was changed."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What linking needs to know."""
+
+    program: RankProgram
+    specialisations: tuple[Partitioned, ...]
+    callables: Callables
+    transport: Transport
+    device: torch.device
+    accumulate_dtype: torch.dtype | None
+    shapes: dict[int, tuple[list[str], list[Callable[..., tuple[int, ...]]]]] = field(default_factory=dict)
+
+
+def link(instruction: Instruction, context: Context) -> Operation:
+    match instruction:
+        case Run():
+            return _run(instruction, context)
+        case PostReceive():
+            return _post(instruction, context)
+        case WaitReceive():
+            return _wait(instruction)
+        case Send():
+            return _send(instruction, context)
+        case SendGradient():
+            return _send_gradient(instruction, context)
+        case FinishSend():
+            return _finish(instruction)
+        case FinishSends():
+            return _finish_all
+        case Accumulate():
+            return _accumulate(instruction, context)
+        case ReplaceGradient(gradient, register):
+            return lambda state: state.gradients.__setitem__(gradient, state.registers[register])
+        case UpdateBuffer(_, name, register):
+            return lambda state: state.buffers.__setitem__(name, state.registers[register])
+        case Record():
+            return _record(instruction)
+        case Free(registers):
+            return _free(registers)
+
+
+def _run(run: Run, context: Context) -> Operation:
+    key = (run.specialisation, run.stage, run.kind)
+    if key not in context.callables:
+        raise VerifyError(
+            f"no callable for {run.kind} of stage {run.stage}, specialisation {run.specialisation}",
+            got=sorted(context.callables),
+        )
+    call, arguments, frees = context.callables[key], run.arguments, run.frees
+    keep = [(register, place) for place, register in enumerate(run.results) if register is not None]
+
+    def operation(state: State) -> None:
+        registers = state.registers
+        given = [registers[register] for register in arguments]
+        for register in frees:
+            registers[register] = None
+        results = call(given)
+        for register, place in keep:
+            registers[register] = results[place]
+
+    def adopting(state: State) -> None:
+        registers = state.registers
+        given = [registers[register] for register in arguments]
+        for register in frees:
+            registers[register] = None
+        before = storages(given)
+        results = call(given)
+        state.shared = frozenset(run.results[place] for place in shared_results(results, before))
+        for register, place in keep:
+            registers[register] = results[place]
+
+    return adopting if run.adopts else operation
+
+
+class _Shapes:
+    """The values of a boundary for one microbatch: dtypes, devices, and shapes as a function of its sizes."""
+
+    def __init__(
+        self, values: tuple[Carried, ...], microbatch: int | None, context: Context, edge: Edge
+    ) -> None:
+        self.values, self.microbatch, self.edge = values, microbatch, edge
+        self.devices = [_device(value, context.device) for value in values]
+        self.dtypes = [value.dtype for value in values]
+        if microbatch is None and context.accumulate_dtype is not None:
+            self.dtypes = [context.accumulate_dtype] * len(values)
+        # One compilation for all microbatches. By identity: comparing expressions is slow.
+        if id(values) not in context.shapes:
+            context.shapes[id(values)] = _shape_functions(values)
+        self.symbols, self.functions = context.shapes[id(values)]
+        self.fixed = None if self.symbols else [function() for function in self.functions]
+
+    def __call__(self, state: State) -> list[tuple[int, ...]]:
+        if self.fixed is not None or self.microbatch is None:
+            return self.fixed or []
+        sizes = state.sizes[self.microbatch]
+        given = [sizes[symbol] for symbol in self.symbols]
+        return [function(*given) for function in self.functions]
+
+    def check(self, tensors: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]) -> None:
+        """Raise AgreementError unless the tensors are as planned: the receiver cannot notice."""
+        for tensor, shape, dtype, value in zip(tensors, shapes, self.dtypes, self.values, strict=True):
+            if tensor.shape != shape or tensor.dtype is not dtype:
+                microbatch = "" if self.microbatch is None else f", microbatch {self.microbatch}"
+                raise AgreementError(
+                    f"value '{value.name}' is not what the plan says it is; it was not sent",
+                    where=f"edge {self.edge}{microbatch}",
+                    expected=describe(shape, dtype),
+                    got=describe(tensor.shape, tensor.dtype),
+                )
+
+
+def _shape_functions(values: Sequence[Carried]) -> tuple[list[str], list[Callable[..., tuple[int, ...]]]]:
+    free = {
+        str(symbol) for value in values for size in value.shape for symbol in sympy.sympify(size).free_symbols
+    }
+    symbols = sorted(free)
+    return symbols, [evaluator(value.shape, symbols) for value in values]
+
+
+def _device(value: Carried, device: torch.device) -> torch.device:
+    """Captured on meta or on the same type of device: wherever this rank works."""
+    return device if value.device in ("meta", device.type) else torch.device(value.device)
+
+
+def _post(post: PostReceive, context: Context) -> Operation:
+    shapes, transport, slot = (
+        _Shapes(post.values, post.microbatch, context, post.edge),
+        context.transport,
+        post.slot,
+    )
+    dtypes, devices, edge, microbatch = shapes.dtypes, shapes.devices, post.edge, post.microbatch
+
+    def operation(state: State) -> None:
+        buffers = [
+            torch.empty(shape, dtype=dtype, device=device)
+            for shape, dtype, device in zip(shapes(state), dtypes, devices, strict=True)
+        ]
+        state.slots[slot] = transport.post_receive(edge, microbatch, buffers)
+
+    return operation
+
+
+def _wait(wait: WaitReceive) -> Operation:
+    slot = wait.slot
+    keep = [(register, place) for place, register in enumerate(wait.results) if register is not None]
+
+    def operation(state: State) -> bool:
+        handle = state.slots[slot]
+        if not handle.ready():
+            return True
+        values = handle.wait()
+        state.slots[slot] = None
+        for register, place in keep:
+            state.registers[register] = values[place]
+        return False
+
+    return operation
+
+
+def _send(send: Send, context: Context) -> Operation:
+    shapes, transport, slot = (
+        _Shapes(send.values, send.microbatch, context, send.edge),
+        context.transport,
+        send.slot,
+    )
+    edge, microbatch, arguments = send.edge, send.microbatch, send.arguments
+
+    def operation(state: State) -> None:
+        tensors = [state.registers[register] for register in arguments]
+        shapes.check(tensors, shapes(state))
+        _start(state, slot, transport.send(edge, microbatch, tensors))
+
+    return operation
+
+
+def _send_gradient(send: SendGradient, context: Context) -> Operation:
+    shapes, transport, slot = _Shapes(send.values, None, context, send.edge), context.transport, send.slot
+    edge, gradient = send.edge, send.gradient
+
+    def operation(state: State) -> None:
+        tensors = [state.gradients[gradient]]
+        shapes.check(tensors, shapes(state))
+        _start(state, slot, transport.send(edge, None, tensors))
+
+    return operation
+
+
+def _start(state: State, slot: int, handle: Any) -> None:
+    """Keep a send; let go of the oldest ones that are known to be through."""
+    slots, pending = state.slots, state.pending
+    while pending and (slots[pending[0]] is None or slots[pending[0]].done()):
+        slots[pending.popleft()] = None
+    slots[slot] = handle
+    pending.append(slot)
+
+
+def _finish(finish: FinishSend) -> Operation:
+    slot = finish.slot
+
+    def operation(state: State) -> None:
+        handle = state.slots[slot]
+        if handle is not None:
+            handle.wait()
+            state.slots[slot] = None
+
+    return operation
+
+
+def _finish_all(state: State) -> None:
+    while state.pending:
+        handle = state.slots[state.pending.popleft()]
+        if handle is not None:
+            handle.wait()
+
+
+def _accumulate(accumulate: Accumulate, context: Context) -> Operation:
+    later, dtype = accumulate.items, context.accumulate_dtype
+    first = [(slot, register, context.program.gradients[slot][1]) for slot, register in accumulate.first]
+
+    def operation(state: State) -> None:
+        registers, gradients = state.registers, state.gradients
+        for slot, register in later:
+            gradients[slot].add_(registers[register])
+        for slot, register, name in first:
+            alone = register not in state.shared
+            gradients[slot] = adopt(registers[register], alone, state.parameters.get(name), dtype)
+
+    return operation
+
+
+def _record(record: Record) -> Operation:
+    items = record.items
+
+    def operation(state: State) -> None:
+        for place, register in items:
+            state.records[place] = state.registers[register]
+
+    return operation
+
+
+def _free(registers: tuple[int, ...]) -> Operation:
+    def operation(state: State) -> None:
+        for register in registers:
+            state.registers[register] = None
+
+    return operation
