@@ -50,3 +50,82 @@ class Plan:
     deadline: float = 1800.0
     check: Literal["transfers"] | None = None
     quiet: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.split, str):
+            raise PlanError(
+                "Plan(split=...) takes a sequence of module names, not one string",
+                expected=f"[{self.split!r}]",
+                got=repr(self.split),
+                do="put the name into a list",
+            )
+        if self.split is not None:
+            object.__setattr__(self, "split", tuple(self.split))
+        _one_of("schedule", self.schedule, SCHEDULES)
+        _one_of("backend", self.backend, BACKENDS)
+        _one_of("parameters", self.parameters, PARAMETERS)
+        _one_of("check", self.check, CHECKS)
+        _whole("max_programs", self.max_programs, 1)
+        if self.stages is not None:
+            _whole("stages", self.stages, 1)
+            if self.split is not None and len(self.split) + 1 != self.stages:
+                raise PlanError(
+                    "Plan(stages=..., split=...) disagree",
+                    expected=f"{self.stages - 1} names to cut into {self.stages} stages",
+                    got=f"{len(self.split)}: {', '.join(self.split)}",
+                    do="leave out `stages`, or name the module that begins each stage but the first",
+                )
+        if not isinstance(self.deadline, (int, float)) or self.deadline <= 0:
+            raise PlanError("Plan(deadline=...) is a positive number of seconds", got=repr(self.deadline))
+        if self.accumulate_dtype is not None and not (
+            isinstance(self.accumulate_dtype, torch.dtype) and self.accumulate_dtype.is_floating_point
+        ):
+            raise PlanError(
+                "Plan(accumulate_dtype=...) is a floating-point dtype or None", got=repr(self.accumulate_dtype)
+            )
+        if self.mesh is not None:
+            self._check_mesh()
+
+    def _check_mesh(self) -> None:
+        names = self.mesh.mesh_dim_names if self.mesh is not None else None
+        if not names or any(name not in AXES for name in names):
+            raise PlanError(
+                "Plan(mesh=...) needs axes with known names",
+                expected=f"names from {', '.join(AXES)} (init_device_mesh(..., mesh_dim_names=...))",
+                got=names,
+            )
+        if self.stages not in (None, self.axis("pp")) or (self.split and len(self.split) + 1 != self.axis("pp")):
+            wanted = self.stages or len(self.split or ()) + 1
+            raise PlanError(
+                "the number of stages is not the size of the mesh's axis 'pp'",
+                expected=f"a mesh with pp={wanted}",
+                got=f"pp={self.axis('pp')}",
+                do="make the mesh fit, or leave `stages` out",
+            )
+
+    def axis(self, name: str) -> int:
+        """The size of a mesh axis; 1 if the mesh does not have it."""
+        names = (self.mesh.mesh_dim_names if self.mesh is not None else None) or ()
+        return self.mesh.size(names.index(name)) if self.mesh is not None and name in names else 1
+
+    @property
+    def stage_count(self) -> int:
+        """The number of pipeline stages this plan asks for."""
+        if self.stages is not None:
+            return self.stages
+        return len(self.split) + 1 if self.split is not None else self.axis("pp")
+
+
+def _one_of(option: str, value: object, known: Sequence[object]) -> None:
+    if value not in known:
+        raise PlanError(
+            f"unknown {option}: {value!r}",
+            where=f"Plan({option}=...)",
+            expected=", ".join(map(repr, known)),
+            got=repr(value),
+        )
+
+
+def _whole(option: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise PlanError(f"Plan({option}=...) is a whole number of at least {least}", got=repr(value))

@@ -48,11 +48,17 @@ class _Results:
 
 
 def capture(
-    model: nn.Module, loss_fn: LossFunction | None, batch: Any, *, device: torch.device | None = None
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    batch: Any,
+    *,
+    training: bool = True,
+    device: torch.device | None = None,
 ) -> Joint:
     """Trace forward, loss and backward of one microbatch into a joint program.
 
     batch: an example; its tensor sizes become symbols (0 and 1 excepted), everything else in it is fixed.
+    training: with its backward; otherwise forward and loss only, for evaluation.
     device: where parameters on meta will live; others stay where they are.
 
     The model is left exactly as it was, also on an error. The graph may still hold in-place operations, which the
@@ -68,8 +74,10 @@ def capture(
 
     def function(fakes: Sequence[torch.Tensor], batch_leaves: Sequence[torch.Tensor]) -> list[Any]:
         own = state.named(fakes)
-        with labels.applied(), labels.module_names(model), torch.enable_grad():
-            _run(model, loss_fn, spec, own, dict(zip(leaves, batch_leaves, strict=True)), labels, results)
+        with labels.applied(), labels.module_names(model), torch.set_grad_enabled(training):
+            objective = _run(model, loss_fn, spec, own, dict(zip(leaves, batch_leaves, strict=True)), labels, results)
+            if training:
+                _differentiate(objective, own, labels, results)
         return results.values
 
     with unchanged_model(model), explained(model, labels), mode:
@@ -97,8 +105,8 @@ def _run(
     leaves: dict[str, torch.Tensor],
     labels: Labels,
     results: _Results,
-) -> None:
-    """The training step of one microbatch, as eager code, run once under the tracer."""
+) -> torch.Tensor | None:
+    """Forward and loss of one microbatch, as eager code, run once under the tracer; yields what is differentiated."""
     batch = spec.unflatten(leaves)
     positional, named = arguments(model, batch)
     with swapped_state(model, state):
@@ -123,12 +131,6 @@ def _run(
             denominator = torch.empty((), dtype=dtype, device=total.device)
         share = total / denominator.to(total.dtype)
         objective = share if objective is None else objective + share
-    if objective is None or not objective.requires_grad:
-        raise LossError(
-            "the loss needs no gradient: no trainable parameter takes part in it",
-            got=", ".join(found) or "no loss",
-            do="check requires_grad of the parameters and that the loss is not detached or made under no_grad",
-        )
     for name, value in metrics.items():
         results.metrics.append(MetricSpec(name, value.reduction))
         results.add(role.Metric(name), value.value)
@@ -142,6 +144,19 @@ def _run(
             results.add(role.Output(path), leaf)
         else:
             results.output_leaves.append(leaf)
+    return objective
+
+
+def _differentiate(
+    objective: torch.Tensor | None, state: dict[str, torch.Tensor], labels: Labels, results: _Results
+) -> None:
+    """The backward of one microbatch: a gradient, or None, for each trainable parameter."""
+    if objective is None or not objective.requires_grad:
+        raise LossError(
+            "the loss needs no gradient: no trainable parameter takes part in it",
+            got=", ".join(spec.name for spec in results.losses),
+            do="check requires_grad of the parameters and that the loss is not detached or made under no_grad",
+        )
     trainable = {name: p for name, p in state.items() if p.requires_grad}
     with labels.standing_for(role.LossScale()):
         scale = torch.empty_like(objective)

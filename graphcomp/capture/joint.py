@@ -38,8 +38,8 @@ class Joint:
         BufferUpdate, Output.
     sizes: the symbols, where in the microbatch each is read, and the conditions the trace relied on.
     captured: where the live tensors behind `Captured` inputs are read, by name.
-    output_tree: pytree spec of the model's output; leaves that are no tensors stand in `output_leaves`.
-    output_leaves: one entry a leaf: the path of an `Output` role, or the plain value itself.
+    output_tree: pytree spec of the model's output.
+    output_leaves: one entry a leaf: the `Output` role of a tensor, or the plain value itself.
     seconds: what the capture took.
     """
 

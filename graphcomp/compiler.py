@@ -1,0 +1,182 @@
+"""The compiler: runs the stations in order. capture, passes, partition, schedule, lower, compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from graphcomp import schedule as schedules
+from graphcomp import backend as backends
+from graphcomp.backend import Backend, Boxed
+from graphcomp.backend import Progress as BackendProgress
+from graphcomp.capture import Joint, capture
+from graphcomp.errors import StepError
+from graphcomp.ir.program import Program
+from graphcomp.ir.verify import verify
+from graphcomp.partition import Partitioned, partition
+from graphcomp.passes.base import Pass
+from graphcomp.passes.cse import CommonSubexpressions
+from graphcomp.passes.dead_code import DeadCode
+from graphcomp.passes.functionalize import Functionalize
+from graphcomp.passes.manager import PassManager, Record
+from graphcomp.passes.noop import NoOp
+from graphcomp.passes.seeded_random import SeededRandom
+from graphcomp.plan import Plan
+from graphcomp.progress import Progress
+from graphcomp.runtime.instructions import RankProgram, RunKind
+from graphcomp.runtime.lower import lower
+from graphcomp.schedule import Schedule
+
+LossFunction = Callable[[Any, Any], Any]
+
+
+def joint_passes(seeded: bool) -> list[Pass]:
+    """The passes between capture and partition. seeded: random draws become functions of the step's seed."""
+    first: list[Pass] = [Functionalize(), *([SeededRandom()] if seeded else [])]
+    return [*first, NoOp(), CommonSubexpressions(), DeadCode()]
+
+
+@dataclass
+class Specialisation:
+    """One captured joint program with all that was made from it so far.
+
+    partitions: by whether the model's outputs are kept. callables: what this rank has compiled.
+    """
+
+    number: int
+    joint: Joint
+    passes: tuple[Record, ...] = ()
+    partitions: dict[bool, Partitioned] = field(default_factory=dict)
+    callables: dict[tuple[bool, int, RunKind], Boxed] = field(default_factory=dict)
+
+
+class GraphCompiler:
+    """The stations one by one, for those who want to see the programs in between.
+
+        compiler = GraphCompiler(model, loss_fn, plan)
+        print(compiler.capture(example))   # the joint program
+        print(compiler.partition())        # the stage programs and their boundaries
+        print(compiler.lower())            # the rank programs
+        compiler.compile()                 # callables, by (stage, kind)
+
+    Each station works on the latest result of the one before. Nothing here needs a process group: any number of
+    stages can be looked at on one process. `compile_train_step` drives the same stations.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction | None = None, plan: Plan | None = None, *, rank: int | None = None
+    ) -> None:
+        self.model, self.loss_fn, self.plan = model, loss_fn, plan or Plan()
+        self.progress = Progress(self.plan.quiet, rank)
+        self.backend: Backend = backends.get(self.plan.backend, self._tell)
+        self.specialisations: list[Specialisation] = []
+        self.traces = 0
+
+    def capture(self, example: Any, *, training: bool = True, device: Any = None) -> Joint:
+        """The joint program of a microbatch like `example`, after the passes. Adds a specialisation.
+
+        training: with its backward; otherwise forward and loss only.
+        """
+        with self.progress.work("capturing", "captured the joint program"):
+            joint = capture(self.model, self.loss_fn, example, training=training, device=device)
+            self.traces += 1
+            manager = PassManager(joint_passes(self.is_cut))
+            program = manager.run(joint.program)
+        joint = replace(joint, program=program)
+        self.specialisations.append(Specialisation(len(self.specialisations), joint, tuple(manager.records)))
+        return joint
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether more than one stage or process takes part, so that draws must not depend on who runs what."""
+        return self.plan.stage_count > 1 or self.plan.mesh is not None
+
+    def partition(self, specialisation: Specialisation | None = None, *, outputs: bool = False) -> Partitioned:
+        """The stages of a specialisation (the latest by default). outputs: with the model's own outputs."""
+        one = specialisation or self._latest()
+        if outputs not in one.partitions:
+            cut = partition(one.joint, self.plan.stage_count, self.plan.split, outputs=outputs)
+            for program in stage_programs(cut):
+                verify(program, made_by="partition")
+            one.partitions[outputs] = cut
+        return one.partitions[outputs]
+
+    def schedule(self, partitioned: Sequence[Partitioned]) -> Schedule:
+        """The plan's schedule for these microbatches, with the transfers that they need; checked."""
+        stages = self.plan.stage_count
+        built = schedules.get(self.plan.schedule).build(stages, len(partitioned))
+        idle = [s for s in range(stages) if all(one.stages[s].backward is None for one in partitioned)]
+        forward = {s for one in partitioned for s in one.forward_boundaries}
+        backward = {s for one in partitioned for s in one.backward_boundaries}
+        timed = schedules.with_transfers(schedules.without_backward(built, idle), forward, backward)
+        schedules.check(timed)
+        return schedules.fuse(timed)
+
+    def lower(
+        self, partitioned: Sequence[Partitioned] | None = None, *, outputs: bool = False, rank: int | None = None
+    ) -> RankPrograms:
+        """The programs of all ranks, or of one, for a step with these microbatches (by default as many as stages)."""
+        given = partitioned or [self.partition(outputs=outputs)] * self.plan.stage_count
+        schedule = self.schedule(given)
+        ranks = range(len(schedule.ranks)) if rank is None else [rank]
+        return RankPrograms(schedule, tuple(lower(given, schedule, one, outputs=outputs) for one in ranks))
+
+    def compile(
+        self, programs: RankPrograms | None = None, specialisations: Sequence[Specialisation] | None = None,
+        *, outputs: bool = False,
+    ) -> dict[tuple[int, int, RunKind], Boxed]:
+        """Callables for all that the rank programs run, by (place in the step's distinct specialisations, stage, kind).
+
+        What a specialisation has compiled before is not compiled again. Conditions that a backend adds join the
+        specialisation's sizes.
+        """
+        programs = programs or self.lower(outputs=outputs)
+        ordered = list({one.number: one for one in specialisations or [self._latest()]}.values())
+        found: dict[tuple[int, int, RunKind], Boxed] = {}
+        for place, stage, kind in sorted({key for program in programs.ranks for key in program.needed}):
+            one = ordered[place]
+            key = (outputs, stage, kind)
+            if key not in one.callables:
+                program = getattr(one.partitions[outputs].stages[stage], kind)
+                compiled = self.backend.compile(program)
+                one.callables[key] = compiled.call
+                if compiled.conditions:
+                    self.add_conditions(one, compiled.conditions)
+            found[place, stage, kind] = one.callables[key]
+        return found
+
+    def add_conditions(self, one: Specialisation, conditions: Sequence[Any]) -> None:
+        """A specialisation serves only microbatches that meet these as well."""
+        one.joint = replace(one.joint, sizes=one.joint.sizes.with_conditions(conditions))
+
+    def _latest(self) -> Specialisation:
+        if not self.specialisations:
+            raise StepError("nothing was captured yet", do="call capture(example) first")
+        return self.specialisations[-1]
+
+    def _tell(self, event: BackendProgress) -> None:
+        if event.state == "compiled" and self.plan.backend != "eager":
+            self.progress.say(f"compiled {event.program} in {event.seconds:.1f} s")
+
+
+@dataclass(frozen=True)
+class RankPrograms:
+    """The schedule of a step, and the programs of one or all ranks."""
+
+    schedule: Schedule
+    ranks: tuple[RankProgram, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([self.schedule.text(), *map(str, self.ranks)])
+
+
+def stage_programs(partitioned: Partitioned) -> list[Program]:
+    """All programs of all stages, each once, in order."""
+    found = [partitioned.prologue] if partitioned.prologue is not None else []
+    for stage in partitioned.stages:
+        found += [p for p in (stage.forward, stage.backward, stage.fused) if p is not None]
+    return list({id(program): program for program in found}.values())
+

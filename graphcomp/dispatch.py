@@ -1,0 +1,109 @@
+"""Dispatch: which specialisation a microbatch uses. Decided on the host, before anything has an effect."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphcomp.capture.batch import batch_key, describe
+from graphcomp.capture.guards import ModelGuard
+from graphcomp.compiler import GraphCompiler, Specialisation
+from graphcomp.errors import BatchError, GuardError
+from graphcomp.runtime.inputs import MicrobatchInputs
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A microbatch with the specialisation that serves it: its tensors by path, its sizes by symbol."""
+
+    specialisation: Specialisation
+    leaves: dict[str, torch.Tensor]
+    sizes: dict[str, int]
+
+    def inputs(self, seed: torch.Tensor | None) -> MicrobatchInputs:
+        return MicrobatchInputs(self.leaves, self.sizes, seed)
+
+
+@dataclass
+class _Entry:
+    """All specialisations of one kind of batch under one state of the model. places: (position, path) of its tensors."""
+
+    places: tuple[tuple[int, str], ...]
+    specialisations: list[Specialisation] = field(default_factory=list)
+
+
+class Dispatcher:
+    """Finds, or captures, the specialisation of each microbatch."""
+
+    def __init__(self, compiler: GraphCompiler, device: torch.device) -> None:
+        self.compiler, self.device = compiler, device
+        self.guard = ModelGuard(compiler.model, compiler.loss_fn)
+        self._entries: dict[Hashable, _Entry] = {}
+        self._last: tuple[Hashable, str] | None = None
+
+    def select(self, microbatches: Sequence[Any], training: bool) -> list[Bound]:
+        """One bound microbatch each, in order. Captures what was not seen before.
+
+        Raises GuardError, naming what changed, if that would exceed the plan's `max_programs`.
+        """
+        state = self.guard.key()
+        return [self._bind(batch, state, training) for batch in microbatches]
+
+    def _bind(self, batch: Any, state: Hashable, training: bool) -> Bound:
+        key, leaves = batch_key(batch)
+        entry = self._entries.get((state, training, key))
+        if entry is not None:
+            found = _serve(entry, leaves)
+            if found is not None:
+                return found
+        self._check_room(batch, state)
+        if entry is None:
+            spec, tensors = describe(batch)
+            places = tuple((i, path) for i, path in enumerate(spec.paths) if path in tensors)
+            entry = _Entry(places)
+        self.compiler.capture(batch, training=training, device=self.device)
+        entry.specialisations.append(self.compiler.specialisations[-1])
+        self._entries[state, training, key] = entry
+        self._last = (state, _sketch(batch))
+        found = _serve(entry, leaves)
+        if found is None:
+            one = entry.specialisations[-1].joint.sizes
+            tensors = {path: leaves[i] for i, path in entry.places}
+            raise BatchError(
+                "a microbatch does not fit the program that was captured from it",
+                got="; ".join(one.differences(one.bind(tensors), tensors)),
+            )
+        return found
+
+    def _check_room(self, batch: Any, state: Hashable) -> None:
+        limit = self.compiler.plan.max_programs
+        if self.compiler.traces < limit or self._last is None:
+            return
+        before, sketch = self._last
+        changed = self.guard.difference(before, state) or [f"the batch was {sketch} and is {_sketch(batch)}"]
+        seconds = self.compiler.specialisations[-1].joint.seconds
+        raise GuardError(
+            f"another specialisation is needed, but {limit} were made already",
+            where="; ".join(changed),
+            expected="inputs and model state that one of the compiled programs serves",
+            do=f"keep it fixed, pass it as a tensor, or raise Plan(max_programs=...); a capture took {seconds:.1f} s",
+        )
+
+
+def _serve(entry: _Entry, leaves: Sequence[Any]) -> Bound | None:
+    tensors = {path: leaves[position] for position, path in entry.places}
+    for one in entry.specialisations:
+        sizes = one.joint.sizes.bind(tensors)
+        if one.joint.sizes.accepts(sizes, tensors):
+            return Bound(one, tensors, sizes)
+    return None
+
+
+def _sketch(batch: Any) -> str:
+    spec, tensors = describe(batch)
+    parts = [f"{path}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for path, t in tensors.items()]
+    parts += [f"{spec.paths[i]}: {value!r}" for i, value in spec.static.items()]
+    return "{" + ", ".join(parts) + "}"

@@ -1,0 +1,63 @@
+"""The model's live state: parameters and buffers by original name, read anew at each step, written once at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphcomp.errors import StepError
+
+
+class LiveState:
+    """Looks parameters and buffers up where the modules keep them, without walking over the modules each time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Find the places again, after modules or parameters were added or removed."""
+        self._parameters = _places(self.model, "_parameters", [name for name, _ in self.model.named_parameters()])
+        self._buffers = _places(self.model, "_buffers", [name for name, _ in self.model.named_buffers()])
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {name: table[key] for name, (table, key) in self._parameters.items()}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {name: table[key] for name, (table, key) in self._buffers.items()}
+
+    def commit(self, gradients: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+        """Add gradients to `.grad` and write buffers. The last act of a step."""
+        with torch.no_grad():
+            for name, gradient in gradients.items():
+                table, key = self._parameters[name]
+                parameter = table[key]
+                if gradient.dtype != parameter.dtype:
+                    gradient = gradient.to(parameter.dtype)
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad.add_(gradient)
+            for name, value in buffers.items():
+                table, key = self._buffers[name]
+                table[key].copy_(value)
+
+    def require_real(self, names: set[str]) -> None:
+        """Refuse to run on parameters that have no memory yet."""
+        for name, tensor in {**self.parameters(), **self.buffers()}.items():
+            if name in names and tensor.device.type == "meta":
+                raise StepError(
+                    f"'{name}' is still on the meta device",
+                    do="materialise the model before the first step: model.to_empty(device=...) and initialise it",
+                )
+
+
+def _places(model: nn.Module, table: str, names: list[str]) -> dict[str, tuple[dict[str, Any], str]]:
+    found = {}
+    for name in names:
+        path, _, key = name.rpartition(".")
+        found[name] = (getattr(model.get_submodule(path), table), key)
+    return found

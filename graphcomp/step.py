@@ -1,0 +1,199 @@
+"""The compiled step: what the trainer calls. Wiring only."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from graphcomp.compiler import GraphCompiler
+from graphcomp.dispatch import Bound, Dispatcher
+from graphcomp.engine import Engine, Prepared
+from graphcomp.errors import BatchError, PlanError, StepError
+from graphcomp.plan import Plan
+from graphcomp.runtime.layout import Layout, check_layout, make_layout
+from graphcomp.runtime.result import StepResult
+
+Outputs = Literal["none", "local", "all"]
+_OUTPUTS = ("none", "local", "all")
+
+
+@dataclass
+class Stats:
+    """Counters. traces: captures made. programs: programs compiled on this rank. steps: steps that ended well.
+
+    messages, bytes_sent: payloads this rank sent to other stages in the last step. collectives: of the last step, the
+    closing exchange of losses and metrics included.
+    """
+
+    traces: int = 0
+    programs: int = 0
+    steps: int = 0
+    messages: int = 0
+    bytes_sent: int = 0
+    collectives: int = 0
+
+
+class CompiledStep:
+    """The training step of a model under a plan. Made by `compile_train_step`."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, plan: Plan, layout: Layout) -> None:
+        self.model, self.plan, self.layout = model, plan, layout
+        rank = layout.rank if layout.stages > 1 else None
+        self.compiler = GraphCompiler(model, loss_fn, plan, rank=rank)
+        self.stats = Stats()
+        self._dispatcher = Dispatcher(self.compiler, layout.device)
+        self._engine = Engine(self.compiler, layout)
+        self._latest: tuple[list[Bound], Prepared] | None = None
+
+    def compile(self, example: Any) -> None:
+        """Capture and compile for microbatches like `example`, without running a step. All ranks must call it."""
+        self._bind([example], training=True)
+
+    def __call__(
+        self, microbatches: Iterable[Any], outputs: Outputs = "none", *, loss_scale: float = 1.0
+    ) -> StepResult:
+        """One step: forward, loss and backward of every microbatch; gradients are added to `.grad` at the end.
+
+        microbatches: a list or iterator of batches, of any lengths, any number from 1.
+        outputs: "none"; "local": the model's outputs on the ranks that computed them; "all": on every rank.
+        loss_scale: multiplies the gradients, exactly; the reported losses stay as they are.
+
+        Nothing is changed if it raises. Raises BatchError, GuardError, CaptureError, StepError, and whatever the
+        model's own code raises while it is traced.
+        """
+        if not torch.is_grad_enabled():
+            raise StepError(
+                "a training step was called under no_grad",
+                do="call step.evaluate(microbatches) to evaluate, or leave the no_grad block",
+            )
+        return self._run(microbatches, outputs, loss_scale, training=True)
+
+    def evaluate(self, microbatches: Iterable[Any], outputs: Outputs = "none") -> StepResult:
+        """Forward and loss only, in eval mode; changes neither gradients, nor buffers, nor the model's modes."""
+        with evaluation_mode(self.model):
+            return self._run(microbatches, outputs, 1.0, training=False)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The user's own parameters that this rank owns, by original name, in the model's order.
+
+        Before the first step or `compile(example)` no stage is known; then this raises StepError on a cut plan.
+        """
+        owned = self._owned()
+        for name, parameter in self.model.named_parameters():
+            if owned is None or name in owned:
+                yield name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The user's own parameters that this rank owns."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def explain(self) -> str:
+        """The plan as text: stages, boundaries, parameters, FLOPs, bytes, schedule, bubble and peak memory."""
+        from graphcomp.inspect import explain
+
+        bound, prepared = self._compiled()
+        return explain(prepared.partitioned[-1], self.plan, microbatches=len(bound))
+
+    def dump(self, folder: str | Path) -> list[Path]:
+        """Write every program, in order, as text; returns the files."""
+        from graphcomp.inspect import dump_step
+
+        bound, prepared = self._compiled()
+        return dump_step(folder, self.compiler, prepared.programs, self.explain())
+
+    def _run(self, microbatches: Iterable[Any], outputs: str, loss_scale: float, *, training: bool) -> StepResult:
+        if outputs not in _OUTPUTS:
+            raise PlanError(f"unknown outputs={outputs!r}", expected=", ".join(map(repr, _OUTPUTS)))
+        batches = as_microbatches(microbatches)
+        bound = self._bind(batches, training=training, outputs=outputs != "none")
+        ran = self._engine.run(bound, outputs, loss_scale)
+        if training:
+            self._engine.state.commit(ran.gradients, ran.buffers)
+        stats = self.stats
+        stats.steps += training
+        stats.messages, stats.bytes_sent, stats.collectives = ran.messages, ran.bytes_sent, ran.collectives
+        return ran.result
+
+    def _bind(self, batches: Sequence[Any], *, training: bool, outputs: bool = False) -> list[Bound]:
+        """Select, prepare, and select again as long as compiling has added conditions that some microbatch breaks."""
+        for _ in range(self.plan.max_programs + 1):
+            bound = self._dispatcher.select(batches, training)
+            prepared, is_new = self._engine.prepare(bound, outputs)
+            if is_new:
+                self._engine.state.refresh()
+                self._engine.state.require_real(set(prepared.partitioned[0].parameter_stages))
+                self.stats.traces, self.stats.programs = self.compiler.traces, self.compiler.backend.programs
+            if training:
+                self._latest = bound, prepared
+            if not is_new or all(one.specialisation.joint.sizes.accepts(one.sizes, one.leaves) for one in bound):
+                return bound
+        raise StepError("compiling keeps adding conditions that the microbatches do not meet")
+
+    def _compiled(self) -> tuple[list[Bound], Prepared]:
+        if self._latest is None:
+            raise StepError("nothing is compiled yet", do="run a step, or call step.compile(example) first")
+        return self._latest
+
+    def _owned(self) -> set[str] | None:
+        if self.layout.stages == 1:
+            return None
+        _, prepared = self._compiled()
+        stages = set(prepared.programs.ranks[0].stages)
+        return {name for name, users in prepared.partitioned[-1].parameter_stages.items() if stages & set(users)}
+
+
+def compile_train_step(
+    model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None = None, *, plan: Plan | None = None
+) -> CompiledStep:
+    """Compile the training step of `model`.
+
+    loss_fn: `loss_fn(output, batch)`, plain PyTorch, run once while tracing; returns a loss (`token_loss`,
+        `mean_loss`, a scalar), a dict of losses by name, or (losses, metrics). None: the model's output has `.loss`.
+    plan: what to compile for; None: this process alone, one stage, Inductor.
+
+    The model is captured at the first call, or at `step.compile(example)`; it stays the user's own object. With a mesh, all
+    of its ranks must call this. Raises PlanError, without any effect, if the plan does not fit this process or model.
+    """
+    plan = plan or Plan()
+    check_layout(plan)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise PlanError(
+            "the model has nothing to train: no parameter requires a gradient",
+            where=type(model).__name__,
+            do="call requires_grad_() on what is to be trained",
+        )
+    return CompiledStep(model, loss_fn, plan, make_layout(plan, model))
+
+
+def as_microbatches(microbatches: Iterable[Any]) -> list[Any]:
+    """The microbatches as a list. Raises BatchError for a single batch, or none, in their place."""
+    wrong = isinstance(microbatches, (Mapping, torch.Tensor, tuple, str)) or not isinstance(microbatches, Iterable)
+    if wrong:
+        raise BatchError(
+            "a step takes a list of microbatches, not one batch",
+            got=type(microbatches).__name__,
+            do="put the batch into a list: step([batch])",
+        )
+    found = list(microbatches)
+    if not found:
+        raise BatchError("a step was given no microbatch", expected="a list of at least one", got="[]")
+    return found
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode within; each one's own mode again afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
