@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphcomp.compat.pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from graphcomp.compat.pytree import TreeSpec, path_text, tree_flatten, tree_flatten_with_path, tree_unflatten
 from graphcomp.errors import BatchError
 
 
@@ -53,7 +53,7 @@ def describe(batch: Any) -> tuple[BatchSpec, dict[str, torch.Tensor]]:
     pairs, tree = tree_flatten_with_path(plain(batch))
     paths, tensors, static = [], {}, {}
     for position, (keys, leaf) in enumerate(pairs):
-        path = keystr(keys) or "batch"
+        path = path_text(keys, "batch")
         paths.append(path)
         if isinstance(leaf, torch.Tensor):
             if leaf.requires_grad:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import Node
 
+from graphcomp.capture.functions import entry_points, item, variables
 from graphcomp.compat.symbols import FakeTensorMode
 from graphcomp.errors import CaptureError, StateError
 from graphcomp.ir import meta
@@ -106,15 +106,15 @@ class Reachable:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self._found: dict[int, Captured] = {}
-        functions = [(type(module).forward, type(module).__name__) for module in model.modules()]
-        functions += [(module.forward, name or "model") for name, module in model.named_modules()]
-        if loss_fn is not None:
-            functions.append((loss_fn, getattr(loss_fn, "__name__", "loss_fn")))
         for name, module in model.named_modules():
             for key in module.__dict__:
-                self._add(f"{name}.{key}".lstrip("."), _item(module.__dict__, key))
-        for function, name in functions:
-            self._walk(function, name, set())
+                self._add(f"{name}.{key}".lstrip("."), item(module.__dict__, key))
+        seen: set[int] = set()
+        for function, name in entry_points(model, loss_fn):
+            for variable in variables(function, name, seen):
+                full = variable.name if variable.kind == "global" else f"{variable.function}.{variable.name}"
+                with contextlib.suppress(ValueError, AttributeError):  # a cell that is not filled yet
+                    self._add(full, variable.read)
 
     def find(self, tensor: torch.Tensor) -> Captured | None:
         return self._found.get(id(tensor))
@@ -140,33 +140,7 @@ class Reachable:
             self._found.setdefault(id(value), Captured(name, read))
         elif isinstance(value, (list, tuple)) and len(value) <= 4096:
             for index in range(len(value)):
-                self._add(f"{name}[{index}]", _item(value, index))
+                self._add(f"{name}[{index}]", item(value, index))
         elif isinstance(value, dict) and len(value) <= 4096 and not name.startswith("_"):
             for key in value:
-                self._add(f"{name}[{key!r}]", _item(value, key))
-
-    def _walk(self, function: Any, name: str, seen: set[int]) -> None:
-        """Closures, defaults and the globals that a function names, and the functions it reaches that way."""
-        function = getattr(function, "__func__", function)
-        if not isinstance(function, FunctionType) or id(function) in seen:
-            return
-        seen.add(id(function))
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        for variable, cell in cells:
-            read = _contents(cell)
-            with contextlib.suppress(ValueError):  # a cell that is not filled yet
-                self._add(f"{name}.{variable}", read)
-                self._walk(read(), variable, seen)
-        for variable in function.__code__.co_names:
-            if variable in function.__globals__:
-                read = _item(function.__globals__, variable)
-                self._add(variable, read)
-                self._walk(read(), variable, seen)
-
-
-def _item(container: Mapping[Any, Any] | Sequence[Any], key: Any) -> Callable[[], Any]:
-    return lambda: container[key]
-
-
-def _contents(cell: CellType) -> Callable[[], Any]:
-    return lambda: cell.cell_contents
+                self._add(f"{name}[{key!r}]", item(value, key))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from torch.utils._pytree import (
+    GetAttrKey,
     KeyPath,
+    MappingKey,
+    SequenceKey,
     TreeSpec,
     keystr,
     tree_flatten,
@@ -12,4 +15,30 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-__all__ = ["KeyPath", "TreeSpec", "keystr", "tree_flatten", "tree_flatten_with_path", "tree_map", "tree_unflatten"]
+__all__ = [
+    "KeyPath",
+    "TreeSpec",
+    "keystr",
+    "path_text",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_map",
+    "tree_unflatten",
+]
+
+
+def path_text(keys: KeyPath, lone: str) -> str:
+    """A leaf's path as a user would write it: `tokens`, `h.aux.x`, `[0]`, `pair[1]`; `lone` for a tree that is a leaf.
+
+    Keys that are no identifiers are quoted as in Python, so that two leaves never have the same path.
+    """
+    text = ""
+    for key in keys:
+        name = key.key if isinstance(key, MappingKey) else key.name if isinstance(key, GetAttrKey) else None
+        if isinstance(name, str) and name.isidentifier():
+            text += f".{name}" if text else name
+        elif isinstance(key, SequenceKey):
+            text += f"[{key.idx}]"
+        else:
+            text += f"[{name!r}]" if isinstance(key, MappingKey) else str(key)
+    return text or lone

@@ -1,0 +1,86 @@
+"""What a Python function can reach besides its arguments: closure cells, defaults, and the globals that it names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CellType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from graphcomp.capture.userfiles import is_user_file
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable that a function reads. kind: "closure variable", "default" or "global"; `read` raises if unset."""
+
+    kind: str
+    name: str
+    function: str
+    read: Callable[[], Any]
+
+
+def item(container: Mapping[Any, Any] | Sequence[Any], key: Any) -> Callable[[], Any]:
+    return functools.partial(container.__getitem__, key)
+
+
+def contents(cell: CellType) -> Callable[[], Any]:
+    return functools.partial(getattr, cell, "cell_contents")
+
+
+def plain_function(value: Any) -> FunctionType | None:
+    """The Python function behind a method, a partial or a function; None for anything else."""
+    while True:
+        if isinstance(value, functools.partial):
+            value = value.func
+        elif hasattr(value, "__func__"):
+            value = value.__func__
+        else:
+            return value if isinstance(value, FunctionType) else None
+
+
+def variables(function: Any, name: str, seen: set[int]) -> Iterator[Variable]:
+    """The variables of a function and of the user's functions that it reaches through them, each function once.
+
+    name: what the function is called in messages. Functions of torch and of the interpreter are not entered.
+    """
+    plain = plain_function(function)
+    if plain is None or id(plain) in seen or not is_user_file(plain.__code__.co_filename):
+        return
+    seen.add(id(plain))
+    found = [
+        Variable("closure variable", variable, name, contents(cell))
+        for variable, cell in zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True)
+    ]
+    defaults = plain.__defaults__ or ()
+    count = plain.__code__.co_argcount
+    arguments = plain.__code__.co_varnames[count - len(defaults) : count]
+    found += [Variable("default", a, name, item(defaults, i)) for i, a in enumerate(arguments)]
+    found += [Variable("default", a, name, item(plain.__kwdefaults__, a)) for a in plain.__kwdefaults__ or ()]
+    found += [
+        Variable("global", variable, name, item(plain.__globals__, variable))
+        for variable in plain.__code__.co_names
+        if variable in plain.__globals__
+    ]
+    for variable in found:
+        yield variable
+        try:
+            value = variable.read()
+        except (ValueError, AttributeError):  # a cell that is not filled yet
+            continue
+        yield from variables(value, variable.name, seen)
+
+
+def entry_points(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterator[tuple[Any, str]]:
+    """The user's functions that a training step enters, with the names that messages give them."""
+    for kind in dict.fromkeys(type(module) for module in model.modules()):
+        yield kind.forward, f"{kind.__name__}.forward"
+    for name, module in model.named_modules():
+        if "forward" in vars(module):
+            yield vars(module)["forward"], f"{name}.forward".lstrip(".")
+    if loss_fn is not None:
+        called = loss_fn if plain_function(loss_fn) else getattr(type(loss_fn), "__call__", None)
+        yield called, getattr(loss_fn, "__name__", "loss_fn")
