@@ -12,6 +12,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 
+from graphcomp.compat.symbolic_sizes import SymbolicSizes
+
 
 @contextlib.contextmanager
 def observe_nodes(observer: Callable[[Node], None]) -> Iterator[None]:
@@ -48,7 +50,8 @@ def swapped_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> contex
 
 def trace(function: Callable[..., Any], arguments: Sequence[Any]) -> GraphModule:
     """make_fx over fake arguments (nested sequences of fake tensors), without decompositions."""
-    return make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*arguments)
+    with SymbolicSizes():
+        return make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*arguments)
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:

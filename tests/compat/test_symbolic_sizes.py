@@ -1,0 +1,59 @@
+"""Functions that read sizes as plain numbers: frozen, or refused, without the shim; symbolic with it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graphcomp.compat.symbolic_sizes import SymbolicSizes
+from graphcomp.compat.symbols import expression, fake_batch_leaf, new_fake_mode
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "pad": lambda x: F.pad(x, (0, 0, 0, 1)),
+    "interpolate": lambda x: F.interpolate(x, scale_factor=2),
+    "unfold": lambda x: F.unfold(x[:, None], (2, 2)),
+    "baddbmm": lambda x: torch.baddbmm(torch.ones(1, 1, 1), x, x.mT),
+    "bilinear": lambda x: F.bilinear(x, x, torch.ones(3, 6, 6)),
+}
+
+
+def trace(function: Callable[[Tensor], Tensor], grad: bool, shim: bool) -> tuple[GraphModule, list[object]]:
+    """The graph of the function (and of its gradient), and what became of the sizes of dimensions 0 and 1."""
+    mode = new_fake_mode()
+    fake = fake_batch_leaf(mode, torch.randn(4, 9, 6), "x").requires_grad_(grad)
+
+    def both(x: Tensor) -> Tensor:
+        result = function(x)
+        return torch.autograd.grad(result.square().sum(), x)[0] if grad else result
+
+    with mode, SymbolicSizes() if shim else contextlib.nullcontext():
+        graph = make_fx(both, tracing_mode="real", _allow_non_fake_inputs=True)(fake)
+    return graph, [expression(mode, size) for size in fake.shape[:2]]
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "with_backward"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_one_trace_serves_other_sizes(name: str, grad: bool) -> None:
+    graph, sizes = trace(FUNCTIONS[name], grad, shim=True)
+    assert not any(isinstance(size, int) for size in sizes)
+    x = torch.randn(3, 7, 6, requires_grad=grad)
+    expected = FUNCTIONS[name](x)
+    if grad:
+        expected = torch.autograd.grad(expected.square().sum(), x)[0]
+    assert torch.equal(graph(x.detach()), expected)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_shim_is_still_needed(name: str) -> None:
+    try:
+        _, sizes = trace(FUNCTIONS[name], grad=True, shim=False)
+    except RuntimeError:
+        return
+    assert any(isinstance(size, int) for size in sizes)
