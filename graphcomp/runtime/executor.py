@@ -92,7 +92,7 @@ class RankExecutor:
         )
         self._fill(self._state, inputs)
         self._next = 0
-        self.transport.messages = self.transport.bytes_sent = 0
+        self.transport.reset()
 
     def advance(self) -> bool:
         """Go on until the end (True) or until another virtual rank has to go on first (False).

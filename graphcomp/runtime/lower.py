@@ -93,12 +93,16 @@ class _Lowering:
     # What a stage's buffers hold now, and what they held when the forward of a microbatch began.
     buffers: dict[tuple[int, str], int] = field(default_factory=dict)
     before: dict[tuple[int, int], dict[tuple[int, str], int]] = field(default_factory=dict)
+    # Accumulations and records of the last run: behind its sends, for which another rank waits.
+    later: list[Instruction] = field(default_factory=list)
     count: int = 0
 
     def program(self) -> RankProgram:
         self.numbers = {id(one): number for number, one in enumerate(distinct(self.specialisations))}
         proven = arrivals(self.schedule, self.rank, self.exists)
         for event in arrange(self.schedule.ranks[self.rank], self.exists):
+            if event.do is not Do.SEND:
+                self.flush()
             match event.do:
                 case Do.POST:
                     self.post(event.action)
@@ -111,6 +115,7 @@ class _Lowering:
                     self.run(event.action)
                 case Do.SEND:
                     self.send(event.action)
+        self.flush()
         self.finish()
         lasting = {bind.register for bind in self.binds if bind.microbatch is None}
         return RankProgram(
@@ -163,6 +168,10 @@ class _Lowering:
                 source = stage if action.kind is Kind.SEND_B else stage + 1
                 target, found = source - 1, cut.backward_boundaries.get(source)
         return Edge(source, target), found or Boundary(source, target, ())
+
+    def flush(self) -> None:
+        self.instructions += self.later
+        self.later = []
 
     def new(self) -> int:
         self.count += 1
@@ -237,12 +246,12 @@ class _Lowering:
             )
         )
         if first or later:
-            self.instructions.append(Accumulate(tuple(later), tuple(first)))
+            self.later.append(Accumulate(tuple(later), tuple(first)))
         if recorded:
             start = len(self.records)
             self.records += [(microbatch, role) for role, _ in recorded]
             items = tuple((start + place, register) for place, (_, register) in enumerate(recorded))
-            self.instructions.append(Record(microbatch, items, tuple(role for role, _ in recorded)))
+            self.later.append(Record(microbatch, items, tuple(role for role, _ in recorded)))
 
     def argument(self, role: Role, action: Action) -> int:
         stage, microbatch = action.stage, action.microbatch

@@ -56,10 +56,14 @@ class ReceiveHandle(Protocol):
 
 
 class Transport(Protocol):
-    """messages: payloads sent by this rank since the counters were last set to 0; bytes_sent: their bytes."""
+    """messages: payloads sent by this rank in this step; bytes_sent: their bytes."""
 
     messages: int
     bytes_sent: int
+
+    def reset(self) -> None:
+        """A new step begins: set the counters to 0."""
+        ...
 
     def send(self, edge: Edge, microbatch: int | None, values: Sequence[torch.Tensor]) -> SendHandle: ...
 
@@ -91,6 +95,9 @@ class ProcessTransport:
         self, down: dist.ProcessGroup, up: dist.ProcessGroup, ranks: Sequence[int] | Mapping[int, int]
     ) -> None:
         self.down, self.up, self.ranks = down, up, ranks
+        self.reset()
+
+    def reset(self) -> None:
         self.messages = self.bytes_sent = 0
 
     def send(self, edge: Edge, microbatch: int | None, values: Sequence[torch.Tensor]) -> _ProcessSend:
@@ -105,7 +112,8 @@ class ProcessTransport:
     ) -> _ProcessReceive:
         group, peer = (self.down if edge.source < edge.target else self.up), self.ranks[edge.source]
         # The payload of a dense, non-empty buffer shares its memory.
-        return _ProcessReceive([group.recv([payload(one)], peer, 0) for one in buffers], buffers)
+        payloads = [payload(buffer) for buffer in buffers]
+        return _ProcessReceive([group.recv([one], peer, 0) for one in payloads], buffers, payloads)
 
 
 @dataclass(slots=True)
@@ -125,6 +133,7 @@ class _ProcessSend:
 class _ProcessReceive:
     works: list[dist.Work]
     buffers: Sequence[torch.Tensor]
+    kept: list[torch.Tensor]
 
     def ready(self) -> bool:
         return True
@@ -147,7 +156,13 @@ class VirtualTransport:
 
     def __init__(self, network: VirtualNetwork) -> None:
         self.network = network
+        self.reset()
+
+    def reset(self) -> None:
+        """What an earlier step left on the network, after an error, is dropped: no rank has begun yet."""
         self.messages = self.bytes_sent = 0
+        for queue in self.network.messages.values():
+            queue.clear()
 
     def send(self, edge: Edge, microbatch: int | None, values: Sequence[torch.Tensor]) -> _VirtualSend:
         dense = [value.contiguous() for value in values]

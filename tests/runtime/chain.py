@@ -88,15 +88,22 @@ class Chain:
         )
 
 
-def chain(stages: int, counted: bool = False, width: int = WIDTH, trainable_from: int = 0) -> Chain:
+def chain(
+    stages: int, counted: bool = False, width: int = WIDTH, trainable_from: int = 0, tied: Sequence[int] = ()
+) -> Chain:
     """counted: every stage adds the number of its microbatches up in a buffer. trainable_from: the first
-    stage with trainable parameters; the stages before it have no backward."""
+    stage with trainable parameters; the stages before it have no backward. tied: stages that share the
+    weight of the first of them.
+    """
     generator = torch.Generator().manual_seed(7)
     parameters: dict[str, torch.Tensor] = {}
     cut_stages, callables = [], {}
+    users: dict[str, list[int]] = {}
     last = stages - 1
     for stage in range(stages):
-        w, b, c = f"w{stage}", f"b{stage}", f"c{stage}"
+        w, b, c = f"w{tied[0] if stage in tied else stage}", f"b{stage}", f"c{stage}"
+        users.setdefault(w, []).append(stage)
+        users[b] = [stage]
         parameters[w] = torch.randn(width, width, generator=generator).requires_grad_()
         parameters[b] = torch.randn(width, generator=generator).requires_grad_()
         down = [BatchLeaf("x") if stage == 0 else Activation(stage - 1, stage, 0)]
@@ -142,7 +149,8 @@ def chain(stages: int, counted: bool = False, width: int = WIDTH, trainable_from
         (),
         0.0,
     )
-    owners = {name: (int(name[1:]),) for name in parameters}
+    owners = {name: tuple(stages) for name, stages in users.items()}
+    parameters = {name: parameters[name] for name in owners}
     cut = Partitioned(joint, None, tuple(cut_stages), boundaries, gradients, owners)
     buffers = {f"c{stage}": torch.tensor(40, dtype=torch.int64) for stage in range(stages)} if counted else {}
     return Chain(cut, callables, parameters, buffers)
@@ -248,9 +256,49 @@ def plain_loop(made: Chain, batches: Sequence[torch.Tensor]) -> Outcome:
     for batch in batches:
         h = batch
         for stage in range(len(made.cut.stages)):
-            h = torch.tanh(h @ leaves[f"w{stage}"] + leaves[f"b{stage}"])
-        losses.append((h * h).sum())
-        metrics.append(h.abs().sum())
-        (losses[-1] / tokens).backward()
+            (w,) = (
+                role.name for role in made.cut.stages[stage].forward.inputs[:1] if isinstance(role, Param)
+            )
+            h = torch.tanh(h @ leaves[w] + leaves[f"b{stage}"])
+        loss = (h * h).sum()
+        losses.append(loss.detach())
+        metrics.append(h.detach().abs().sum())
+        (loss / tokens).backward()
     gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return Outcome(gradients, losses, metrics, {}, [])
+
+
+def staged_loop(made: Chain, batches: Sequence[torch.Tensor], fused: bool = True) -> Outcome:
+    """The same callables, one microbatch after the other, all stages down and then up: no rank, no
+    message.
+    """
+    inputs, last = made.inputs(batches), len(made.cut.stages) - 1
+    denominator = inputs.denominators["loss"]
+    gradients: dict[str, torch.Tensor] = {}
+    losses, metrics = [], []
+
+    def add(stage: int, w: torch.Tensor, b: torch.Tensor) -> None:
+        for name, grad in ((f"w{stage}", w), (f"b{stage}", b)):
+            gradients[name] = gradients[name] + grad if name in gradients else grad
+
+    for batch in batches:
+        saved, arrived = [], batch
+        for stage in range(last):
+            w, b = made.parameters[f"w{stage}"].detach(), made.parameters[f"b{stage}"].detach()
+            arrived, *kept = made.callables[stage, "forward"](w, b, arrived)
+            saved.append(kept)
+        w, b = made.parameters[f"w{last}"].detach(), made.parameters[f"b{last}"].detach()
+        loss, size, *below = made.callables[last, "fused"](w, b, arrived, denominator)
+        losses.append(loss)
+        metrics.append(size)
+        grad_h = None
+        for stage in range(last, -1, -1):
+            if stage < last:
+                if made.cut.stages[stage].backward is None:
+                    break
+                w = made.parameters[f"w{stage}"].detach()
+                below = list(made.callables[stage, "backward"](w, *saved[stage], grad_h))
+            *up, grad_w, grad_b = below
+            add(stage, grad_w, grad_b)
+            grad_h = up[0] if up else None
     return Outcome(gradients, losses, metrics, {}, [])
