@@ -1,8 +1,9 @@
 """Functions whose C++ body, or that of their backward, reads sizes as plain numbers.
 
-That would tie a program to the sizes of the example. PyTorch has second bodies in Python, which keep sizes
-symbolic, and takes them only under its Python dispatcher, which has no public name. It makes tracing two to three
-times as slow, so it is on only from the first such function to the end of a trace, where the backward is.
+That would tie a program to the sizes of the example. PyTorch has second bodies in Python, which keep
+sizes symbolic, and takes them only under its Python dispatcher, which has no public name. It makes
+tracing two to three times as slow, so it is on only from the first such function to the end of a
+trace, where the backward is.
 """
 
 from __future__ import annotations
