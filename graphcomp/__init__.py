@@ -1,3 +1,39 @@
 """graphcomp turns the training step of an ordinary `nn.Module` into one compiled pipeline program."""
 
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from graphcomp import errors
+from graphcomp.compiler import GraphCompiler
+from graphcomp.losses import MeanLoss, Metric, TokenLoss, mean_loss, metric, token_loss
+from graphcomp.plan import Plan
+from graphcomp.runtime.result import StepResult
+from graphcomp.step import CompiledStep, compile_train_step
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "CompiledStep",
+    "GraphCompiler",
+    "MeanLoss",
+    "Metric",
+    "Plan",
+    "StepResult",
+    "TokenLoss",
+    "compile_train_step",
+    "errors",
+    "mean_loss",
+    "metric",
+    "token_loss",
+]
+
+_LAZY = ("inspect", "testing")
+
+
+def __getattr__(name: str) -> Any:
+    """`graphcomp.testing` and `graphcomp.inspect` read everything and are imported only when asked for."""
+    if name in _LAZY:
+        return importlib.import_module(f"graphcomp.{name}")
+    raise AttributeError(f"module 'graphcomp' has no attribute '{name}'")

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from graphcomp.compiler import GraphCompiler, RankPrograms
-from graphcomp.dispatch import Bound
-from graphcomp.errors import AgreementError, RankFailure
+from graphcomp.dispatch import Bound, Dispatcher
+from graphcomp.errors import AgreementError, RankFailure, StepError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.interp import boxed_callable
@@ -83,6 +83,8 @@ class Engine:
         if prepared is None:
             raise failure if failure is not None else RankFailure("the step could not be prepared")
         self._prepared[numbers, outputs] = prepared
+        self.state.refresh()
+        self.state.require_real(set(prepared.partitioned[0].parameter_stages))
         return prepared, True
 
     def _make(self, specialisations: Sequence[Any], outputs: bool) -> Prepared:
@@ -245,6 +247,18 @@ class Engine:
             sum(result.bytes_sent for result in results),
             collectives,
         )
+
+
+def bind(
+    dispatcher: Dispatcher, engine: Engine, batches: Sequence[Any], *, training: bool = True, outputs: bool = False
+) -> list[Bound]:
+    """Select specialisations and prepare them; again as long as compiling adds conditions that a microbatch breaks."""
+    for _ in range(engine.compiler.plan.max_programs + 1):
+        bound = dispatcher.select(batches, training)
+        _, is_new = engine.prepare(bound, outputs)
+        if not is_new or all(one.specialisation.joint.sizes.accepts(one.sizes, one.leaves) for one in bound):
+            return bound
+    raise StepError("compiling keeps adding conditions that the microbatches do not meet")
 
 
 def _wire_text(prepared: Prepared) -> str:

@@ -10,6 +10,7 @@ __all__ = [
     "GraphcompError",
     "GuardError",
     "LossError",
+    "ParityError",
     "PartitionError",
     "PlanError",
     "RankFailure",
@@ -99,6 +100,10 @@ class BackendError(GraphcompError):
 
 class AgreementError(GraphcompError):
     """Ranks were given different programs, batches or plans. Shows the first disagreement."""
+
+
+class ParityError(GraphcompError):
+    """The compiled step and eager PyTorch differ by more than the tolerance. Names the first graph node that differs."""
 
 
 class RankFailure(GraphcompError):

@@ -13,7 +13,7 @@ from torch import nn
 
 from graphcomp.compiler import GraphCompiler
 from graphcomp.dispatch import Bound, Dispatcher
-from graphcomp.engine import Engine, Prepared
+from graphcomp.engine import Engine, Prepared, bind
 from graphcomp.errors import BatchError, PlanError, StepError
 from graphcomp.plan import Plan
 from graphcomp.runtime.layout import Layout, check_layout, make_layout
@@ -49,7 +49,7 @@ class CompiledStep:
         self.stats = Stats()
         self._dispatcher = Dispatcher(self.compiler, layout.device)
         self._engine = Engine(self.compiler, layout)
-        self._latest: tuple[list[Bound], Prepared] | None = None
+        self.latest: list[Bound] = []
 
     def compile(self, example: Any) -> None:
         """Capture and compile for microbatches like `example`, without running a step. All ranks must call it."""
@@ -97,14 +97,14 @@ class CompiledStep:
         """The plan as text: stages, boundaries, parameters, FLOPs, bytes, schedule, bubble and peak memory."""
         from graphcomp.inspect import explain
 
-        bound, prepared = self._compiled()
-        return explain(prepared.partitioned[-1], self.plan, microbatches=len(bound))
+        prepared = self._compiled()
+        return explain(prepared.partitioned[-1], self.plan, microbatches=len(self.latest))
 
     def dump(self, folder: str | Path) -> list[Path]:
         """Write every program, in order, as text; returns the files."""
         from graphcomp.inspect import dump_step
 
-        bound, prepared = self._compiled()
+        prepared = self._compiled()
         return dump_step(folder, self.compiler, prepared.programs, self.explain())
 
     def _run(self, microbatches: Iterable[Any], outputs: str, loss_scale: float, *, training: bool) -> StepResult:
@@ -121,29 +121,21 @@ class CompiledStep:
         return ran.result
 
     def _bind(self, batches: Sequence[Any], *, training: bool, outputs: bool = False) -> list[Bound]:
-        """Select, prepare, and select again as long as compiling has added conditions that some microbatch breaks."""
-        for _ in range(self.plan.max_programs + 1):
-            bound = self._dispatcher.select(batches, training)
-            prepared, is_new = self._engine.prepare(bound, outputs)
-            if is_new:
-                self._engine.state.refresh()
-                self._engine.state.require_real(set(prepared.partitioned[0].parameter_stages))
-                self.stats.traces, self.stats.programs = self.compiler.traces, self.compiler.backend.programs
-            if training:
-                self._latest = bound, prepared
-            if not is_new or all(one.specialisation.joint.sizes.accepts(one.sizes, one.leaves) for one in bound):
-                return bound
-        raise StepError("compiling keeps adding conditions that the microbatches do not meet")
+        bound = bind(self._dispatcher, self._engine, batches, training=training, outputs=outputs)
+        self.stats.traces, self.stats.programs = self.compiler.traces, self.compiler.backend.programs
+        if training:
+            self.latest = bound
+        return bound
 
-    def _compiled(self) -> tuple[list[Bound], Prepared]:
-        if self._latest is None:
+    def _compiled(self) -> Prepared:
+        if not self.latest:
             raise StepError("nothing is compiled yet", do="run a step, or call step.compile(example) first")
-        return self._latest
+        return self._engine.prepare(self.latest, outputs=False)[0]
 
     def _owned(self) -> set[str] | None:
         if self.layout.stages == 1:
             return None
-        _, prepared = self._compiled()
+        prepared = self._compiled()
         stages = set(prepared.programs.ranks[0].stages)
         return {name for name, users in prepared.partitioned[-1].parameter_stages.items() if stages & set(users)}
 

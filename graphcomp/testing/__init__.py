@@ -1,6 +1,7 @@
 """Tools for tests of models and plans, a user's own and ours."""
 
+from graphcomp.testing.parity import ParityTable, Row, check_parity
 from graphcomp.testing.ranks import run_ranks
 from graphcomp.testing.virtual import VirtualStep, run_virtual
 
-__all__ = ["VirtualStep", "run_ranks", "run_virtual"]
+__all__ = ["ParityTable", "Row", "VirtualStep", "check_parity", "run_ranks", "run_virtual"]

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from graphcomp.compiler import GraphCompiler
-from graphcomp.dispatch import Dispatcher
-from graphcomp.engine import Engine, Ran
+from graphcomp.dispatch import Bound, Dispatcher
+from graphcomp.engine import Engine, Ran, bind
 from graphcomp.plan import Plan
 from graphcomp.runtime.layout import Layout, make_layout
 from graphcomp.runtime.result import StepResult
@@ -30,15 +30,12 @@ class VirtualStep:
         device = make_layout(plan, model).device
         self._engine = Engine(self.compiler, Layout(0, tuple(range(plan.stage_count)), device), virtual=True)
         self._dispatcher = Dispatcher(self.compiler, device)
+        self.latest: list[Bound] = []
 
     def run(self, microbatches: Sequence[Any], outputs: str = "none", *, loss_scale: float = 1.0) -> Ran:
         """One step. Buffers are written as a step does, `.grad` is not; gradients are in the result."""
-        bound = self._dispatcher.select(as_microbatches(microbatches), training=True)
-        prepared, _ = self._engine.prepare(bound, outputs != "none")
-        del prepared
-        if not all(one.specialisation.joint.sizes.accepts(one.sizes, one.leaves) for one in bound):
-            bound = self._dispatcher.select(as_microbatches(microbatches), training=True)
-        ran = self._engine.run(bound, outputs, loss_scale)
+        self.latest = bind(self._dispatcher, self._engine, as_microbatches(microbatches), outputs=outputs != "none")
+        ran = self._engine.run(self.latest, outputs, loss_scale)
         self._engine.state.commit({}, ran.buffers)
         return ran
 

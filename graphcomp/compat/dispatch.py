@@ -1,0 +1,23 @@
+"""Watching operators as they are dispatched, below autograd. The mode class has no public name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Watch"]
+
+
+class Watch(TorchDispatchMode):  # type: ignore[misc]
+    """Within, `observer(operator, result)` is called after each operator that runs."""
+
+    def __init__(self, observer: Callable[[Any, Any], None]) -> None:
+        super().__init__()
+        self.observer = observer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.observer(func, result)
+        return result

@@ -1,0 +1,102 @@
+"""Names the first graph node whose value differs from what eager PyTorch computes at that place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import SequenceMatcher
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphcomp.compat.dispatch import Watch
+from graphcomp.dispatch import Bound
+from graphcomp.ir import meta
+from graphcomp.ir import signature as role
+from graphcomp.ir.interp import trace_values
+from graphcomp.losses import TokenLoss
+from graphcomp.testing.reference import eager_losses, untouched
+
+
+def first_node_that_differs(
+    model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, batch: Any, bound: Bound, limit: float
+) -> str:
+    """Run one microbatch operation by operation, eager and by the joint program; the first difference in words.
+
+    Operations are matched by name, in order. limit: largest relative difference that counts as equal.
+    """
+    with untouched(model):
+        joint = bound.specialisation.joint
+        eager, counts = _eager(model, loss_fn, batch)
+        inputs = _inputs(model, bound, counts)
+        with torch.no_grad():
+            found = [(node, value) for node, value in trace_values(joint.program, inputs) if _is_call(node)]
+    matcher = SequenceMatcher(None, [name for name, _ in eager], [str(node.target) for node, _ in found], autojunk=False)
+    for block in matcher.get_matching_blocks():
+        for offset in range(block.size):
+            node, value = found[block.b + offset]
+            expected = eager[block.a + offset][1]
+            if not _close(expected, value, limit):
+                at = meta.note(node)
+                return f"node {node.name} ({node.target}), module '{at.module}', {at.source or at.phase}"
+    return "no node of the joint program differs: the difference arises behind the capture"
+
+
+def _eager(model: nn.Module, loss_fn: Any, batch: Any) -> tuple[list[tuple[str, Any]], dict[str, torch.Tensor]]:
+    seen: list[tuple[str, Any]] = []
+
+    def observe(operator: Any, result: Any) -> None:
+        kept = result.detach().clone() if isinstance(result, torch.Tensor) else result
+        seen.append((str(operator), kept))
+
+    with torch.enable_grad(), Watch(observe):
+        losses, _ = eager_losses(model, loss_fn, batch)
+        counts = {
+            name: torch.as_tensor(loss.tokens if isinstance(loss, TokenLoss) else 1) for name, loss in losses.items()
+        }
+        shares = [
+            (loss.total if isinstance(loss, TokenLoss) else loss.value) / counts[name] for name, loss in losses.items()
+        ]
+        torch.stack(shares).sum().backward() if len(shares) > 1 else shares[0].backward()
+    return seen, counts
+
+
+def _inputs(model: nn.Module, bound: Bound, counts: dict[str, torch.Tensor]) -> dict[role.Role, Any]:
+    joint = bound.specialisation.joint
+    state: dict[role.Role, Any] = {role.Param(name): value for name, value in model.named_parameters()}
+    state |= {role.Buffer(name): value for name, value in model.named_buffers()}
+    found: dict[role.Role, Any] = {}
+    for what, node in joint.program.input_nodes():
+        match what:
+            case role.BatchLeaf(path):
+                found[what] = bound.leaves[path]
+            case role.Size(symbol):
+                found[what] = bound.sizes[symbol]
+            case role.Constant(name):
+                found[what] = joint.program.constants[name]
+            case role.Captured(name):
+                found[what] = joint.captured[name].read()
+            case role.Denominator(name):
+                found[what] = counts[name]
+            case role.LossScale() | role.Seed():
+                like = meta.tensor(node)
+                found[what] = torch.ones((), dtype=like.dtype if like is not None else torch.float32)
+            case _:
+                found[what] = state[what]
+    return found
+
+
+def _is_call(node: Any) -> bool:
+    return node.op == "call_function" and isinstance(meta.value(node), torch.Tensor)
+
+
+def _close(expected: Any, found: Any, limit: float) -> bool:
+    if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
+        return True
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return True  # matched by name only; a differing shape means another operation
+    if not expected.is_floating_point():
+        return torch.equal(expected, found)
+    scale = expected.abs().max() if expected.numel() else torch.zeros(())
+    difference = (expected - found).abs().max() if expected.numel() else torch.zeros(())
+    return bool(difference <= limit * scale) or bool(torch.isnan(scale))
