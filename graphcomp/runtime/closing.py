@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 
@@ -51,50 +52,42 @@ class Closing:
         metrics: Sequence[MetricSpec] | None = None,
     ) -> None:
         joints = [one.joint for one in specialisations]
-        self.losses = tuple(
-            dict.fromkeys(spec for one in joints for spec in one.losses) if losses is None else losses
-        )
+        self.losses = tuple(dict.fromkeys(spec for one in joints for spec in one.losses) if losses is None else losses)
         self.metrics = tuple(
             dict.fromkeys(spec for one in joints for spec in one.metrics) if metrics is None else metrics
         )
         self.microbatches, self.device = len(specialisations), torch.device(device)
-        owned = [
-            (stage, m, role) for m, one in enumerate(specialisations) for role, stage in _owners(one).items()
-        ]
+        owned = [(stage, m, role) for m, one in enumerate(specialisations) for role, stage in _owners(one).items()]
         owned.sort(key=lambda item: item[:2])
         # Sorted by stage, so that what a rank has is mostly one piece.
-        self._place = {(m, role): place for place, (_, m, role) in enumerate(owned)}
-        self._stage = {(m, role): stage for stage, m, role in owned}
+        self._entries = {(m, role): (stage, place) for place, (stage, m, role) in enumerate(owned)}
         self.length = len(owned) + 1  # the last place stays zero: what a microbatch does not have
         zero = self.length - 1
+        absent = (0, zero)
         self._totals = self._index(
             [
-                self._place.get((m, Loss(spec.name)), zero)
+                self._entries.get((m, Loss(spec.name)), absent)[1]
                 for spec in self.losses
                 for m in range(self.microbatches)
             ]
         )
         present = {
             spec.name: [
-                self._place[key]
+                self._entries[key][1]
                 for m in range(self.microbatches)
-                if (key := (m, Metric(spec.name))) in self._place
+                if (key := (m, Metric(spec.name))) in self._entries
             ]
             for spec in self.metrics
         }
         self._present = {name: (len(places), self._index(places)) for name, places in present.items()}
 
-    def pack(
-        self, records: Iterable[tuple[tuple[int, Role], torch.Tensor]], stages: Iterable[int]
-    ) -> torch.Tensor:
+    def pack(self, records: Iterable[tuple[tuple[int, Role], torch.Tensor]], stages: Iterable[int]) -> torch.Tensor:
         """The vector of one rank, that holds `stages`, from its recorded values."""
         held = set(stages)
-        own = [
-            (self._place[key], value)
-            for key, value in records
-            if key in self._place and self._stage[key] in held
-        ]
-        own.sort(key=lambda item: item[0])
+        # One look-up a value: hashing the keys is what this costs.
+        found = [(self._entries.get(key), value) for key, value in records]
+        own = [(entry[1], value) for entry, value in found if entry is not None and entry[0] in held]
+        own.sort(key=itemgetter(0))
         vector = torch.zeros(self.length, dtype=torch.float64, device=self.device)
         start = 0
         while start < len(own):
@@ -102,9 +95,7 @@ class Closing:
             end = start
             while end < len(own) and own[end][0] == first + end - start and own[end][1].dtype == dtype:
                 end += 1
-            vector[first : first + end - start] = torch.stack(
-                [value.reshape(()) for _, value in own[start:end]]
-            )
+            vector[first : first + end - start] = torch.stack([value for _, value in own[start:end]])
             start = end
         return vector
 
@@ -148,19 +139,14 @@ class Closing:
         ]
         sums = torch.stack([part[0] for part in parts]).sum(0)
         largest = torch.stack([part[1] for part in parts]).amax(0) if len(parts[0][1]) else parts[0][1]
-        return [
-            self._closed(sums, largest, below, tuple((total / below[:, None]).sum(0).unbind()))
-            for total in totals
-        ]
+        return [self._closed(sums, largest, below, tuple((total / below[:, None]).sum(0).unbind())) for total in totals]
 
     def _denominators(self, denominators: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if not self.losses:
             return torch.zeros(0, dtype=torch.float64, device=self.device)
         return torch.stack([denominators[spec.name].to(torch.float64).reshape(()) for spec in self.losses])
 
-    def _summary(
-        self, vector: torch.Tensor, totals: torch.Tensor, first: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _summary(self, vector: torch.Tensor, totals: torch.Tensor, first: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """What is added up over data ranks (losses; sums; means with their counts; the first rank's last),
         and what the largest of is taken (maxima, and minima negated)."""
         sums, largest = list(totals.sum(1).unbind()), []
