@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -57,11 +58,14 @@ def functionalize(program: Program) -> Program:
     Raises StateError if it writes to a parameter, CaptureError if it writes to the batch or to a captured
     tensor.
     """
+    for node in program.calls():
+        if node.target is operator.getitem and not node.users and meta.value(node) is None:
+            program.graph.erase_node(node)  # a gradient that autograd did not ask for
     if is_functional(program):
         return program
     done = retrace(
         program,
-        _Replay(program),
+        _Replay,
         transform=lambda run: torch.func.functionalize(run, remove="mutations"),
     )
     new, results, roles = done.program, list(done.program.results), list(program.outputs)
@@ -81,7 +85,7 @@ def functionalize(program: Program) -> Program:
 
 class _Replay(Replay):
     def operation(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        exchange = HIDDEN_WRITES.get(target) or NEEDLESS_READS.get(target)
+        exchange = HIDDEN_WRITES.get(target) or NEEDLESS_READS.get(target) or STATIC_ONLY.get(target)
         return exchange(*args, **kwargs) if exchange else target(*args, **kwargs)
 
 
@@ -152,6 +156,10 @@ HIDDEN_WRITES: dict[Any, Callable[..., Any]] = {
 NEEDLESS_READS: dict[Any, Callable[..., Any]] = {
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
+}
+STATIC_ONLY: dict[Any, Callable[..., Any]] = {
+    # torch's functionalization of it asks for plain sizes; the functional form draws the same numbers.
+    aten.exponential_.default: lambda x, *rate: aten.copy_.default(x, aten.exponential.default(x, *rate)),
 }
 
 

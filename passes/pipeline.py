@@ -15,9 +15,13 @@ from graphcomp.passes.dead_code import DeadCode
 from graphcomp.passes.decompose import Decompose
 from graphcomp.passes.functionalize import Functionalize
 from graphcomp.passes.noop import NoOp
+from graphcomp.passes.seeded_random import SeededRandom
 
 PASSES: Mapping[str, type[Pass]] = MappingProxyType(
-    {kind.name: kind for kind in (CommonSubexpressions, DeadCode, Decompose, Functionalize, NoOp)}
+    {
+        kind.name: kind
+        for kind in (CommonSubexpressions, DeadCode, Decompose, Functionalize, NoOp, SeededRandom)
+    }
 )
 
 ITEM = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:\{([^{}]*)\})?\s*(?:,|$)")
