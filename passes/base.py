@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import ClassVar
@@ -10,7 +11,7 @@ from graphcomp.ir.program import Level, Program
 
 
 @dataclass(frozen=True)
-class Pass:
+class Pass(ABC):
     """Base of all passes. The fields of a subclass are its options; they must be words, numbers or booleans.
 
     name: how the pass is called in a pipeline's text.
@@ -28,9 +29,9 @@ class Pass:
     conflicts: ClassVar[frozenset[str]] = frozenset()
     verifies_input: ClassVar[bool] = True
 
+    @abstractmethod
     def apply(self, program: Program) -> Program:
         """Take over `program` (it may be changed in place: the caller uses only what is returned)."""
-        raise NotImplementedError
 
     def options(self) -> Iterator[tuple[str, object]]:
         return ((field.name, getattr(self, field.name)) for field in fields(self))

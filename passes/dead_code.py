@@ -7,11 +7,13 @@ from typing import ClassVar
 
 from torch.fx import Node
 
+from graphcomp.ir import meta
 from graphcomp.ir.program import Program
-from graphcomp.ir.signature import Constant
+from graphcomp.ir.signature import Constant, Size
 from graphcomp.passes.base import Pass
 from graphcomp.passes.driver import ERASE, Erase, rewrite_nodes
 from graphcomp.passes.effects import has_effect
+from graphcomp.passes.symbols import bare_symbols, symbols_of
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,10 @@ class DeadCode(Pass):
 
     def apply(self, program: Program) -> Program:
         rewrite_nodes(program, _unused, backwards=True)
+        needed = _needed_symbols(program)
         kept = []
         for role, node in list(program.input_nodes()):
-            if node.users:
+            if node.users or (isinstance(role, Size) and role.symbol in needed):
                 kept.append(role)
             else:
                 program.graph.erase_node(node)
@@ -42,6 +45,13 @@ class DeadCode(Pass):
         names = {str(role.name) for role in kept if isinstance(role, Constant)}
         program.constants = {name: literal for name, literal in program.constants.items() if name in names}
         return program
+
+
+def _needed_symbols(program: Program) -> set[str]:
+    """Symbols that stand in the values of used nodes and in no shape of an input that stays."""
+    nodes = [node for node in program.graph.nodes if node.users]
+    found = {symbol for node in nodes for symbol, _ in symbols_of(meta.value(node), program.fake_mode)}
+    return found - {symbol for node in program.placeholders if node.users for symbol in bare_symbols(node, program)}
 
 
 def _unused(node: Node) -> Erase | None:

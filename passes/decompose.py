@@ -12,7 +12,7 @@ from graphcomp.compat.symbols import guard_count
 from graphcomp.errors import CaptureError, PlanError
 from graphcomp.ir.program import Program
 from graphcomp.passes.base import Pass
-from graphcomp.passes.retrace import Replay, retrace
+from graphcomp.passes.retrace import retrace
 
 TABLES: Mapping[str, Callable[[], Table]] = MappingProxyType({"core": core_table, "inductor": inductor_table})
 
@@ -29,8 +29,8 @@ class Decompose(Pass):
     difference about 1e-6 in fp32 and 1e-14 in fp64; NOT bitwise). Random operations are never taken apart, so
     the draws stay. A decomposition that would tie the program to some sizes is refused.
 
-        before: %y = addmm(%bias, %x, %w)
-        after:  %y_mm = mm(%x, %w)    %y = add.Tensor(%y_mm, %bias)
+        before: %silu = silu(%x)
+        after:  %silu_sigmoid = sigmoid(%x)    %silu = mul.Tensor(%x, %silu_sigmoid)
     """
 
     table: str = "inductor"
@@ -40,13 +40,11 @@ class Decompose(Pass):
 
     def __post_init__(self) -> None:
         if self.table not in TABLES:
-            raise PlanError(
-                "there is no such table of decompositions", expected=", ".join(TABLES), got=self.table
-            )
+            raise PlanError("there is no such table of decompositions", expected=", ".join(TABLES), got=self.table)
 
     def apply(self, program: Program) -> Program:
         guards = guard_count(program.fake_mode)
-        done = retrace(program, Replay(program), decompositions=TABLES[self.table]())
+        done = retrace(program, decompositions=TABLES[self.table]())
         if guard_count(program.fake_mode) != guards:
             new = [str(guard.expr) for guard in program.fake_mode.shape_env.guards[guards:]]
             raise CaptureError(

@@ -23,15 +23,15 @@ class Erase(Enum):
 ERASE = Erase.NODE
 
 Rewrite = Callable[[Node], Node | Erase | None]
-"""Looks at one call node. Answers None (leave it), another node (use that in its place) or ERASE.
+"""Looks at one call node. Answers None (it stays), the node itself (the rewrite has changed its arguments), another
+node (use that in its place) or ERASE.
 
 New nodes are inserted by the rewrite itself, with their values; the driver copies the annotation to them.
 """
 
 
 def rewrite_nodes(program: Program, rewrite: Rewrite, *, backwards: bool = False) -> int:
-    """Apply `rewrite` to every call node, and again to what a change may have opened up, until nothing
-    changes.
+    """Apply `rewrite` to every call node, and again where a change may have opened something up.
 
     Order: as the graph stands (or from its end); after a change the users (or the inputs) are looked at
     again. Backward nodes of an operation follow its node to the one in its place. Returns the number of
@@ -42,13 +42,25 @@ def rewrite_nodes(program: Program, rewrite: Rewrite, *, backwards: bool = False
     work = deque(reversed(calls) if backwards else calls)
     waiting, gone = set(work), set[Node]()
     moved: dict[int, int | None] = {}
+    changes = 0
+
+    def look_again(nodes: list[Node]) -> None:
+        for other in nodes:
+            if other.op == "call_function" and other not in waiting:
+                waiting.add(other)
+                work.append(other)
+
     while work:
         node = work.popleft()
         waiting.discard(node)
         answer = None if node in gone else rewrite(node)
         if answer is None:
             continue
+        changes += 1
         near = list(node.all_input_nodes if backwards else node.users)
+        if answer is node:
+            look_again([node, *near])
+            continue
         successor = answer if isinstance(answer, Node) else None
         if successor is not None:
             if successor.op == "call_function" and successor not in known:
@@ -61,9 +73,6 @@ def rewrite_nodes(program: Program, rewrite: Rewrite, *, backwards: bool = False
             moved[old] = new
         program.graph.erase_node(node)
         gone.add(node)
-        for other in near:
-            if other.op == "call_function" and other not in waiting:
-                waiting.add(other)
-                work.append(other)
+        look_again(near)
     settle_operations(program, moved)
-    return len(gone)
+    return changes

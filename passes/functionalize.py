@@ -94,9 +94,7 @@ def _batch_norm(
 ) -> Any:
     """`native_batch_norm` writes its running statistics when training, though its schema does not say so."""
     if not training:
-        return aten._native_batch_norm_legit_no_training.default(
-            x, weight, bias, mean, variance, momentum, eps
-        )
+        return aten._native_batch_norm_legit_no_training.default(x, weight, bias, mean, variance, momentum, eps)
     if mean is None:
         return aten._native_batch_norm_legit.no_stats(x, weight, bias, training, momentum, eps)
     return aten._native_batch_norm_legit.default(x, weight, bias, mean, variance, training, momentum, eps)
@@ -172,9 +170,7 @@ def _root(node: Node) -> Node:
 
 def _refusal(program: Program, role: Role, name: str) -> StateError | CaptureError:
     """The error for a write to an input that is no buffer, with the user's line if it can be found."""
-    writer = next(
-        (n for n in program.calls() if any(_root(w).name == name for w in written_arguments(n))), None
-    )
+    writer = next((n for n in program.calls() if any(_root(w).name == name for w in written_arguments(n))), None)
     where = None
     if writer is not None:
         note = meta.note(writer)

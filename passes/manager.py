@@ -71,9 +71,7 @@ class PassManager:
 
 def _level_error(step: Pass, level: Level, where: str) -> PlanError:
     levels = ", ".join(sorted(step.levels))
-    return PlanError(
-        f"pass '{step}' does not apply at level {level}", where=where, expected=levels, got=level
-    )
+    return PlanError(f"pass '{step}' does not apply at level {level}", where=where, expected=levels, got=level)
 
 
 def _check(passes: Sequence[Pass], given: frozenset[str]) -> None:
@@ -85,9 +83,7 @@ def _check(passes: Sequence[Pass], given: frozenset[str]) -> None:
             raise PlanError(
                 f"pass '{step}' requires '{missing}', which nothing before it provides",
                 where=f"pass {place + 1} of {pipeline_text(passes)}",
-                got=f"'{later}' provides it, but comes later"
-                if later
-                else "no pass of the pipeline provides it",
+                got=f"'{later}' provides it, but comes later" if later else "no pass of the pipeline provides it",
                 do=f"move '{later}' before '{step}'" if later else f"add a pass that provides '{missing}'",
             )
         for clash in sorted(step.conflicts & provider.keys()):

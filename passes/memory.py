@@ -9,11 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graphcomp.compat.aliasing import viewed_argument
+from graphcomp.compat.aliasing import UNDECLARED_VIEWS, viewed_argument
 from graphcomp.compat.symbols import FakeTensorMode, expression
-
-UNDECLARED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
-"""Operations that return a view of their first argument though their schema does not say so."""
 
 
 def base_of(node: Node) -> Node | None:

@@ -84,12 +84,7 @@ def _needless_copy(node: Node, mode: FakeTensorMode) -> Node | None:
     if not isinstance(source, Node) or node.kwargs.get("pin_memory"):
         return None
     old, new = meta.tensor(source), meta.tensor(node)
-    if (
-        old is None
-        or new is None
-        or geometry(new, mode) is None
-        or geometry(old, mode) != geometry(new, mode)
-    ):
+    if old is None or new is None or geometry(new, mode) is None or geometry(old, mode) != geometry(new, mode):
         return None
     return None if is_exposed(node) else source
 
@@ -103,7 +98,5 @@ def _one_view(node: Node, mode: FakeTensorMode) -> Node | None:
     below = meta.tensor(source) if isinstance(source, Node) else None
     if below is None or not is_dense(below, mode):
         return None
-    with node.graph.inserting_before(node):
-        new = node.graph.call_function(aten.view.default, (source, node.args[1]))
-    meta.set_value(new, meta.value(node))
-    return new
+    node.target, node.args = aten.view.default, (source, node.args[1])
+    return node

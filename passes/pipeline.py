@@ -18,10 +18,7 @@ from graphcomp.passes.noop import NoOp
 from graphcomp.passes.seeded_random import SeededRandom
 
 PASSES: Mapping[str, type[Pass]] = MappingProxyType(
-    {
-        kind.name: kind
-        for kind in (CommonSubexpressions, DeadCode, Decompose, Functionalize, NoOp, SeededRandom)
-    }
+    {kind.name: kind for kind in (CommonSubexpressions, DeadCode, Decompose, Functionalize, NoOp, SeededRandom)}
 )
 
 ITEM = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:\{([^{}]*)\})?\s*(?:,|$)")

@@ -21,6 +21,7 @@ from graphcomp.ir.normalize import lift_sizes
 from graphcomp.ir.program import Program
 from graphcomp.ir.signature import Constant, Role, Size
 from graphcomp.passes.operations import settle_operations
+from graphcomp.passes.symbols import with_all_sizes
 
 Run = Callable[..., Any]
 INPLACE = re.compile(r"^(\w*[a-z0-9])_(_\d+)?$")
@@ -70,21 +71,21 @@ class Replay(Interpreter):
 
 def retrace(
     program: Program,
-    replay: Replay,
+    player: Callable[[Program], Replay] = Replay,
     *,
     decompositions: Table | None = None,
     transform: Callable[[Run], Run] = lambda run: run,
 ) -> Retraced:
-    """The program that `transform(run)` performs, where `run` replays the given program under its own fake
-    mode.
+    """The program that `transform(run)` performs, where `run` has `player` replay it under its fake mode.
 
     Keeps inputs, outputs and level. A node keeps its name if the run still makes a node for it; nodes that
     come from it besides are named after it; all of them get its annotation.
     """
+    asked = frozenset(program.inputs)
+    program = with_all_sizes(program)
+    replay = player(program)
     # Size inputs come first, for a tracer takes a symbol from the first input that has it.
-    order = [
-        node for _, node in sorted(program.input_nodes(), key=lambda item: not isinstance(item[0], Size))
-    ]
+    order = [node for _, node in sorted(program.input_nodes(), key=lambda item: not isinstance(item[0], Size))]
 
     def run(*values: Any) -> Any:
         given = dict(zip(order, values, strict=True))
@@ -93,7 +94,20 @@ def retrace(
 
     with torch.no_grad(), program.fake_mode:
         module = trace_with(transform(run), [meta.value(node) for node in order], decompositions or {})
-    return _Rebuild(program, replay, module, order).finish()
+    done = _Rebuild(program, replay, module, order).finish()
+    _drop_sizes(done.program, asked)
+    return done
+
+
+def _drop_sizes(program: Program, asked: frozenset[Role]) -> None:
+    """Take back the sizes that were only there for the tracer."""
+    kept = []
+    for role, node in list(program.input_nodes()):
+        if isinstance(role, Size) and role not in asked and not node.users:
+            program.graph.erase_node(node)
+        else:
+            kept.append(role)
+    program.set_signature(kept, program.outputs)
 
 
 class _Rebuild:
@@ -116,11 +130,7 @@ class _Rebuild:
         names: dict[Node, str] = {}
         for new in self.module.graph.nodes:
             old = self.replay.origin.get(new)
-            if (
-                old is not None
-                and new.target is operator.getitem
-                and self.replay.last.get(old) is new.args[0]
-            ):
+            if old is not None and new.target is operator.getitem and self.replay.last.get(old) is new.args[0]:
                 old = items.get((old, new.args[1]))
             elif old is not None and self.replay.last[old] is not new:
                 old = None
@@ -170,13 +180,11 @@ class _Rebuild:
         self.copies[node] = new
 
     def _call(self, node: Node) -> None:
+        if meta.value(node) is None and not node.users and node.target is operator.getitem:
+            return  # a result that does not exist
         origin = self.replay.origin.get(node)
         destination = self.copies.get(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
-        if (
-            node.target is torch.ops.aten.copy_.default
-            and destination is not None
-            and destination.op == "placeholder"
-        ):
+        if node.target is torch.ops.aten.copy_.default and destination is not None and destination.op == "placeholder":
             self.written[destination.name] = self.copies[node.args[1]]  # type: ignore[index]
             self.copies[node] = self.copies[node.args[1]]  # type: ignore[index]
             return

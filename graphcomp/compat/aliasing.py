@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from graphcomp.compat.operators import OpOverload
+
+
+UNDECLARED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
+"""Operators that return a view of their first argument though their schema does not say so."""
 
 
 def written_arguments(node: Node) -> list[Node]:

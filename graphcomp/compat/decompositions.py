@@ -39,7 +39,5 @@ def without_random(table: Table) -> Table:
 
 def trace_with(function: Callable[..., Any], arguments: Sequence[Any], table: Table) -> GraphModule:
     """make_fx over fake arguments with a decomposition table; real tensors become attributes."""
-    tracer = make_fx(
-        function, decomposition_table=dict(table), tracing_mode="real", _allow_non_fake_inputs=True
-    )
+    tracer = make_fx(function, decomposition_table=dict(table), tracing_mode="real", _allow_non_fake_inputs=True)
     return tracer(*arguments)
