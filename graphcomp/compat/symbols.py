@@ -31,10 +31,11 @@ def new_fake_mode() -> FakeTensorMode:
 
 def fake_batch_leaf(mode: FakeTensorMode, leaf: torch.Tensor, name: str) -> torch.Tensor:
     """A fake of one batch tensor in which every dimension is a symbol of its own (sizes 0 and 1 stay numbers)."""
-    context = StatelessSymbolicContext(
+    context: Any = StatelessSymbolicContext(
         dynamic_sizes=[DimDynamic.DYNAMIC] * leaf.dim(), constraint_sizes=[None] * leaf.dim()
     )
-    return mode.from_tensor(leaf, symbolic_context=context, source=LocalSource(name))
+    # Detached: the same tensor in two fields would become one input, and serve a batch where they differ wrongly.
+    return mode.from_tensor(leaf.detach(), symbolic_context=context, source=LocalSource(name))
 
 
 def expression(mode: FakeTensorMode, number: object) -> sympy.Expr | int:
@@ -42,7 +43,7 @@ def expression(mode: FakeTensorMode, number: object) -> sympy.Expr | int:
     if isinstance(number, torch.SymInt):
         found = mode.shape_env.replace(number.node.expr)  # type: ignore[union-attr]
         return int(found) if found.is_Integer else found
-    return int(number)  # type: ignore[call-overload,no-any-return]
+    return int(number)  # type: ignore[call-overload]
 
 
 def symbol_names(expressions: Sequence[object]) -> set[str]:
@@ -89,4 +90,4 @@ def hint(number: object) -> int:
     """The value a size had in the example microbatch."""
     if isinstance(number, torch.SymInt):
         return int(number.node.hint)
-    return int(number)  # type: ignore[call-overload,no-any-return]
+    return int(number)  # type: ignore[call-overload]
