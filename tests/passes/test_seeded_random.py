@@ -284,7 +284,9 @@ class TestRefusals(TestCase):
 
     def test_unknown_operation(self) -> None:
         text = self.message(aten.multinomial.default, 1)
-        self.assertExpectedInline(text.replace(", aten", ",\n    aten"), """\
+        self.assertExpectedInline(
+            text.replace(", aten", ",\n    aten"),
+            """\
 the random operation 'aten.multinomial.default' cannot draw the same numbers however a program is cut
   where: module 'layers.0', model.py:4, node 'drawn'
   expected: aten.bernoulli,
@@ -303,7 +305,8 @@ the random operation 'aten.multinomial.default' cannot draw the same numbers how
     aten.uniform
   got: aten.multinomial.default
   what to do: draw it outside of the model and pass it as a field of the batch, or use one stage
-  (see docs/errors.md#captureerror)""")
+  (see docs/errors.md#captureerror)""",
+        )
 
     def test_generator_of_the_users_own(self) -> None:
         text = self.message(aten.bernoulli.p, 0.5, generator=torch.Generator())
