@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from graphcomp.capture.state import Captured
 from graphcomp.compat.pytree import TreeSpec
-
+from graphcomp.ir.printer import print_program
 from graphcomp.ir.program import Program
 from graphcomp.ir.sizes import Sizes
 
@@ -51,3 +51,6 @@ class Joint:
     output_tree: TreeSpec | None
     output_leaves: tuple[Any, ...]
     seconds: float
+
+    def __str__(self) -> str:
+        return print_program(self.program)

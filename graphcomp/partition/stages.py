@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from graphcomp.capture.joint import Joint
+from graphcomp.ir.printer import print_program
 from graphcomp.ir.program import Program
 from graphcomp.ir.sizes import Expression
 
@@ -64,3 +65,8 @@ class Partitioned:
     forward_boundaries: Mapping[int, Boundary]
     backward_boundaries: Mapping[int, Boundary]
     parameter_stages: Mapping[str, tuple[int, ...]]
+
+    def __str__(self) -> str:
+        """All programs as text: the prologue, then each stage's."""
+        programs = [self.prologue, *(p for one in self.stages for p in (one.forward, one.backward, one.fused))]
+        return "\n".join(print_program(program) for program in programs if program is not None)
