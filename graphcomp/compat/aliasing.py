@@ -9,7 +9,6 @@ from torch.fx import Node
 
 from graphcomp.compat.operators import OpOverload
 
-
 UNDECLARED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
 """Operators that return a view of their first argument though their schema does not say so."""
 
