@@ -163,7 +163,7 @@ class Engine:
         return self._finish(bound, prepared, counts, results, outputs)
 
     def _count(self, bound: Sequence[Bound], prepared: Prepared) -> Counts:
-        counted = []
+        counted: list[dict[str, torch.Tensor]] = []
         for one, cut in zip(bound, prepared.partitioned, strict=True):
             if cut.prologue is None:
                 counted.append({})

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["Watch"]
 
 
-class Watch(TorchDispatchMode):  # type: ignore[misc]
+class Watch(TorchDispatchMode):
     """Within, `observer(operator, result)` is called after each operator that runs."""
 
     def __init__(self, observer: Callable[[Any, Any], None]) -> None:

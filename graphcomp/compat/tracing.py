@@ -45,7 +45,7 @@ def sequence_number(function: Any) -> int:
 
 def swapped_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> contextlib.AbstractContextManager[None]:
     """Run `model` with other tensors in the place of its parameters and buffers; tied names follow one another."""
-    return _reparametrize_module(model, dict(state), tie_weights=True)  # type: ignore[arg-type,return-value]
+    return _reparametrize_module(model, dict(state), tie_weights=True)
 
 
 def trace(function: Callable[..., Any], arguments: Sequence[Any]) -> GraphModule:

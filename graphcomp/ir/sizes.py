@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
 from graphcomp.compat.symbols import PythonPrinter
 
-Expression = sympy.Expr | int
+Expression: TypeAlias = sympy.Expr | int
 
 
 def evaluator(expressions: Sequence[object], symbols: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
@@ -19,7 +19,7 @@ def evaluator(expressions: Sequence[object], symbols: Sequence[str]) -> Callable
     printer = PythonPrinter()
     body = ", ".join(printer.doprint(sympy.sympify(expression)) for expression in expressions)
     names = {"math": __import__("math"), "max": max, "min": min}
-    return eval(f"lambda {', '.join(symbols)}: ({body}{',' if expressions else ''})", names)  # type: ignore[no-any-return]
+    return eval(f"lambda {', '.join(symbols)}: ({body}{',' if expressions else ''})", names)
 
 
 @dataclass(frozen=True)

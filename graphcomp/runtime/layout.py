@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,10 @@ class Layout:
 
 def check_layout(plan: Plan) -> None:
     """Raise PlanError for a plan that this process cannot take part in. Without any effect."""
+    if plan.parameters == "shard":
+        raise PlanError("parameters='shard' is not supported yet", do="use parameters='replicate'; see docs/limits.md")
+    if plan.check is not None:
+        raise PlanError(f"check={plan.check!r} is not supported yet", do="leave it out; see docs/limits.md")
     if plan.mesh is None:
         if plan.stage_count > 1:
             raise PlanError(
@@ -51,8 +56,6 @@ def check_layout(plan: Plan) -> None:
                 got=f"{axis}={plan.axis(axis)}",
                 do="see docs/limits.md",
             )
-    if plan.parameters == "shard":
-        raise PlanError("parameters='shard' is not supported yet", do="use parameters='replicate'; see docs/limits.md")
     if plan.mesh.size() != dist.get_world_size():
         raise PlanError(
             "the mesh does not hold all processes of this job",
@@ -76,10 +79,11 @@ def make_layout(plan: Plan, model: nn.Module) -> Layout:
     if "pp" not in names:
         return Layout(0, (dist.get_rank(),), device)
     lines = mesh.mesh.movedim(names.index("pp"), -1).reshape(-1, plan.axis("pp")).tolist()
+    limit = timedelta(seconds=plan.deadline)
     own: Layout | None = None
     for line in lines:  # every rank takes part in making every group
-        down, up, closing = (dist.new_group(line) for _ in range(3))
-        side = dist.new_group(line, backend="gloo")
+        down, up, closing = (dist.new_group(line, timeout=limit) for _ in range(3))
+        side = dist.new_group(line, timeout=limit, backend="gloo")
         if dist.get_rank() in line:
             own = Layout(line.index(dist.get_rank()), tuple(line), device, down, up, closing, side)
     if own is None:

@@ -28,6 +28,7 @@ from graphcomp.runtime.instructions import (
     Record,
     ReplaceGradient,
     Run,
+    RunKind,
     Send,
     SendGradient,
     UpdateBuffer,
@@ -53,7 +54,7 @@ class State:
     shared: frozenset[int | None] = frozenset()
 
 
-Callables = Mapping[tuple[int, int, str], Callable[[list[Any]], Sequence[Any]]]
+Callables = Mapping[tuple[int, int, RunKind], Callable[[list[Any]], Sequence[Any]]]
 """By (specialisation, stage, kind): a stage program as a function of one list, which it empties."""
 
 Operation = Callable[[State], object]

@@ -33,13 +33,13 @@ def collect_outputs(
     """
     found: list[dict[str, torch.Tensor | None]] = [{} for _ in partitioned]
     for result in results:
-        for microbatch, values in enumerate(result.recorded(Output)):
-            found[microbatch] |= values
+        for microbatch, own in enumerate(result.recorded(Output)):
+            found[microbatch].update(own)
     sent = 0
     if group is not None:
         for cut, own_sizes, values in zip(partitioned, sizes, found, strict=True):
             for path, (stage, node) in _owners(cut).items():
-                value = values.get(path)
+                value: torch.Tensor | None = values.get(path)
                 if value is None:
                     value = _empty(node, cut, own_sizes, layout.device)
                 # A non-dense value travels, and stays on every rank, as a dense copy.
