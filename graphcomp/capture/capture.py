@@ -17,7 +17,7 @@ from graphcomp.capture.joint import Joint, LossSpec, MetricSpec
 from graphcomp.capture.labels import Labels, role_of, sequence_of
 from graphcomp.capture.refuse import check_hooks, check_random_recompute, explained
 from graphcomp.capture.state import Captured, Reachable, State, unchanged_model
-from graphcomp.compat.pytree import keystr, tree_flatten_with_path
+from graphcomp.compat.pytree import path_text, tree_flatten_with_path
 from graphcomp.compat.symbols import FakeTensorMode, conditions, expression, fake_batch_leaf, new_fake_mode, symbol_names
 from graphcomp.compat.tracing import swapped_state, trace
 from graphcomp.errors import CaptureError, LossError
@@ -139,7 +139,7 @@ def _run(
     pairs, results.output_tree = tree_flatten_with_path(plain(output) if type(output) is dict else output)
     for keys, leaf in pairs:
         if isinstance(leaf, torch.Tensor):
-            path = keystr(keys) or "output"
+            path = path_text(keys, "output")
             results.output_leaves.append(role.Output(path))
             results.add(role.Output(path), leaf)
         else:

@@ -31,6 +31,13 @@ def contents(cell: CellType) -> Callable[[], Any]:
     return functools.partial(getattr, cell, "cell_contents")
 
 
+def _default(function: FunctionType, argument: int | str) -> Any:
+    """Read through the function, whose tables of defaults may be replaced. A number counts from the first default."""
+    if isinstance(argument, str):
+        return (function.__kwdefaults__ or {})[argument]
+    return (function.__defaults__ or ())[argument]
+
+
 def plain_function(value: Any) -> FunctionType | None:
     """The Python function behind a method, a partial or a function; None for anything else."""
     while True:
@@ -58,8 +65,8 @@ def variables(function: Any, name: str, seen: set[int]) -> Iterator[Variable]:
     defaults = plain.__defaults__ or ()
     count = plain.__code__.co_argcount
     arguments = plain.__code__.co_varnames[count - len(defaults) : count]
-    found += [Variable("default", a, name, item(defaults, i)) for i, a in enumerate(arguments)]
-    found += [Variable("default", a, name, item(plain.__kwdefaults__, a)) for a in plain.__kwdefaults__ or ()]
+    found += [Variable("default", a, name, functools.partial(_default, plain, i)) for i, a in enumerate(arguments)]
+    found += [Variable("default", a, name, functools.partial(_default, plain, a)) for a in plain.__kwdefaults__ or ()]
     found += [
         Variable("global", variable, name, item(plain.__globals__, variable))
         for variable in plain.__code__.co_names
@@ -69,7 +76,7 @@ def variables(function: Any, name: str, seen: set[int]) -> Iterator[Variable]:
         yield variable
         try:
             value = variable.read()
-        except (ValueError, AttributeError):  # a cell that is not filled yet
+        except (ValueError, LookupError):  # a cell that is not filled yet
             continue
         yield from variables(value, variable.name, seen)
 

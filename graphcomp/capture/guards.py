@@ -130,7 +130,7 @@ _LOOKS = (
 def _read(reader: Callable[[], Any]) -> Any:
     try:
         return reader()
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, LookupError):
         return _UNSET
 
 

@@ -113,7 +113,7 @@ class Reachable:
         for function, name in entry_points(model, loss_fn):
             for variable in variables(function, name, seen):
                 full = variable.name if variable.kind == "global" else f"{variable.function}.{variable.name}"
-                with contextlib.suppress(ValueError, AttributeError):  # a cell that is not filled yet
+                with contextlib.suppress(ValueError, LookupError):  # a cell that is not filled yet
                     self._add(full, variable.read)
 
     def find(self, tensor: torch.Tensor) -> Captured | None:
