@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
@@ -14,7 +14,8 @@ from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.program import Program
 from graphcomp.ir.signature import Role
-from graphcomp.partition.cuts import balanced_cuts, named_cuts, owned_forward
+from graphcomp.partition.balance import balanced_cuts
+from graphcomp.partition.cuts import named_cuts, owned_forward
 from graphcomp.partition.extract import extract
 from graphcomp.partition.place import Slot, place, split_gradient_sums
 from graphcomp.partition.prologue import build_prologue
@@ -35,6 +36,7 @@ def partition(
 
     Raises PartitionError, StateError or LossError, naming what does not fit.
     """
+    original, joint = joint, replace(joint, program=joint.program.copy())  # split sums add nodes
     program = joint.program
     replicable = replicable_nodes(program)
     forward = owned_forward(program, replicable)
@@ -43,7 +45,8 @@ def partition(
     else:
         cuts = balanced_cuts(program, forward, replicable, stages)
     slots = place(program, cuts, forward, replicable)
-    return _Cutter(joint, len(cuts) + 1, replicable, slots, outputs).cut()
+    cut = _Cutter(joint, len(cuts) + 1, replicable, slots, outputs).cut()
+    return replace(cut, joint=original)
 
 
 @dataclass
@@ -126,9 +129,9 @@ class _Cutter:
                 for value in needs(node, slot, self.slots, self.replicable, copied[slot.stage]):
                     targets.setdefault(value, set()).add(slot)
         for slot, results in self.results.items():
-            for _, node in results:
-                if node is not None and node in self.replicable:
-                    for value in needs(node, slot, self.slots, self.replicable, copied[slot.stage]):
+            for _, result in results:
+                if result is not None and result in self.replicable:
+                    for value in needs(result, slot, self.slots, self.replicable, copied[slot.stage]):
                         targets.setdefault(value, set()).add(slot)
         routes = Routes()
         for value, wanted in targets.items():
@@ -161,9 +164,9 @@ class _Cutter:
         going = _numbered(routes.up.get(index, []), index, below)
         has_backward = bool(self.results.get(backward) or going)
         results = self.results.get(forward, [])
-        gradients = [*((what, node) for node, what in going.items()), *self.results.get(backward, [])]
-        of_forward: list[Result]
-        of_forward = [(w, n) for n, w in leaving.items()] + [(w, n) for n, w in saved.items() if has_backward]
+        gradients: list[Result] = [*((what, node) for node, what in going.items()), *self.results.get(backward, [])]
+        of_forward: list[Result] = [(what, node) for node, what in leaving.items()]
+        of_forward += [(what, node) for node, what in saved.items() if has_backward]
         run_forward = self.members.get(forward, [])
         run_backward = self.members.get(backward, [])
         first = self._extract(f"stage {index} forward", run_forward, arriving, [*of_forward, *results], [forward])

@@ -47,7 +47,10 @@ def place(program: Program, cuts: Sequence[int], forward: Sequence[Node], replic
             continue
         operation = meta.note(node).operation
         bounds = [slots[n].stage for n in node.all_input_nodes if n in slots and slots[n].backward]
-        if operation in stage_of_operation:
+        source = node.all_input_nodes[0] if node.all_input_nodes else None
+        # A part of a tuple stays with the operation that makes the tuple, as above.
+        tied = source in slots and isinstance(meta.value(source), (tuple, list))
+        if operation in stage_of_operation and not tied:
             bounds.append(stage_of_operation[operation])
         slots[node] = Slot(True, min(bounds, default=last))
     _check_buffers(program, slots)

@@ -1,0 +1,16 @@
+"""Every zoo model, cut into 1 to 4 stages, computes bit by bit what the uncut program computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.partition.running import check
+from tests.zoo import ZOO
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ZOO)
+def test_stages_equal_the_uncut_program(name: str, stages: int) -> None:
+    case = ZOO[name]
+    batches = case.microbatches(2)
+    check(case.build(), case.loss_fn, batches, stages)
