@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from graphcomp import errors
+from graphcomp.clip import clip_grad_norm_
 from graphcomp.compiler import GraphCompiler
 from graphcomp.losses import MeanLoss, Metric, TokenLoss, mean_loss, metric, token_loss
 from graphcomp.plan import Plan
@@ -22,6 +23,7 @@ __all__ = [
     "Plan",
     "StepResult",
     "TokenLoss",
+    "clip_grad_norm_",
     "compile_train_step",
     "errors",
     "mean_loss",

@@ -28,8 +28,7 @@ def clip_grad_norm_(step: CompiledStep, max_norm: float, norm_type: float = 2.0)
             "clip_grad_norm_ takes a non-negative norm and a positive norm type",
             got=f"max_norm={max_norm!r}, norm_type={norm_type!r}",
         )
-    owned = dict(step.named_parameters())
-    counted = [p.grad for name, p in owned.items() if p.grad is not None and step.counts(name)]
+    counted = [p.grad for p in step.counted_parameters() if p.grad is not None]
     norm = get_total_norm(counted, norm_type).to(step.layout.device)
     if step.layout.closing is not None:
         if math.isinf(norm_type):
@@ -38,5 +37,5 @@ def clip_grad_norm_(step: CompiledStep, max_norm: float, norm_type: float = 2.0)
             power = norm.double() ** norm_type
             dist.all_reduce(power, group=step.layout.closing)
             norm = (power ** (1 / norm_type)).to(norm.dtype)
-    clip_grads_with_norm_(owned.values(), max_norm, norm)
+    clip_grads_with_norm_(step.parameters(), max_norm, norm)
     return norm

@@ -93,6 +93,15 @@ class CompiledStep:
         """The user's own parameters that this rank owns."""
         return (parameter for _, parameter in self.named_parameters())
 
+    def counted_parameters(self) -> Iterator[nn.Parameter]:
+        """The owned parameters without those that a lower stage holds too: each logical one on exactly one rank."""
+        if self.layout.stages == 1:
+            yield from self.parameters()
+            return
+        users = self._compiled().partitioned[-1].parameter_stages
+        rank = self.layout.rank
+        yield from (parameter for name, parameter in self.named_parameters() if users[name][0] == rank)
+
     def explain(self) -> str:
         """The plan as text: stages, boundaries, parameters, FLOPs, bytes, schedule, bubble and peak memory."""
         from graphcomp.inspect import explain
