@@ -189,7 +189,8 @@ def _normalize(
 
     def add(what: role.Role, value: object) -> Node:
         with graph.inserting_before(end):
-            node = graph.placeholder(str(what).replace(" ", "_"))
+            node = graph.placeholder(_identifier(str(what)))
+            node.target = node.name  # which is unique
         meta.set_value(node, value)
         roles[node] = what
         return node
@@ -246,8 +247,12 @@ def drop_unused_inputs(program: Program) -> Program:
     return program
 
 
+def _identifier(text: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in text).strip("_")
+
+
 def _short(text: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in text.split(" ", 1)[-1]).strip("_") or "batch"
+    return _identifier(text.split(" ", 1)[-1]) or "batch"
 
 
 def _number_operations(graph: Graph) -> None:

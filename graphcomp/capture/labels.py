@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -18,12 +19,13 @@ from graphcomp.compat.tracing import next_sequence_number, observe_nodes, sequen
 from graphcomp.ir.meta import Note, Phase, annotate
 from graphcomp.ir.signature import Role
 
+_HERE = str(Path(__file__).parent) + "/"
 _ROLE, _SEQUENCE = "graphcomp_role", "graphcomp_sequence"
 
 
 def user_line(frame: FrameType | None) -> str | None:
-    """The innermost line of user code on the stack, as file:line."""
-    while frame is not None:
+    """The innermost line of user code on the stack, as file:line; None for nodes that the capture itself makes."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_HERE):
         if is_user_file(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
@@ -48,6 +50,7 @@ class Labels:
     module: str | None = None
     sequence: int | None = None  # of the autograd node that runs, in backward
     role: Role | None = None  # of the node that is about to be made
+    failed: str | None = None  # the innermost module that an exception left
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -78,12 +81,15 @@ class Labels:
         """Within, `module` names the innermost module of `model` that runs. Leaves no trace on the model."""
         names = {id(module): name for name, module in model.named_modules()}
         stack: list[str | None] = []
+        outer = sys.exc_info()[1]
 
         def enter(module: nn.Module, _inputs: object) -> None:
             stack.append(self.module)
             self.module = names.get(id(module), self.module)
 
         def leave(_module: nn.Module, _inputs: object, _output: object) -> None:
+            if self.failed is None and sys.exc_info()[1] is not outer:
+                self.failed = self.module
             self.module = stack.pop()
 
         handles = (

@@ -52,7 +52,8 @@ def explained(model: nn.Module, labels: Labels) -> Iterator[None]:
     try:
         yield
     except DATA_DEPENDENT as error:
-        module = f"module '{labels.module}'" if labels.module else type(model).__name__
+        name = labels.failed or labels.module
+        module = f"module '{name}'" if name else type(model).__name__
         raise CaptureError(
             "the code decides on the contents of a tensor, which one program for all batches cannot do",
             where=f"{module}, {error_line(error.__traceback__) or labels.phase}",
@@ -62,6 +63,10 @@ def explained(model: nn.Module, labels: Labels) -> Iterator[None]:
         ) from error
     except Exception as error:
         line = error_line(error.__traceback__)
-        error.add_note(f"graphcomp: while tracing {labels.phase} of {type(model).__name__}"
-                       + (f", module '{labels.module}'" if labels.module else "") + (f", at {line}" if line else ""))
+        name = labels.failed or labels.module
+        error.add_note(
+            f"graphcomp: while tracing {labels.phase} of {type(model).__name__}"
+            + (f", module '{name}'" if name else "")
+            + (f", at {line}" if line else "")
+        )
         raise

@@ -24,9 +24,10 @@ __all__ = ["FakeTensorMode", "PythonPrinter", "conditions", "expression", "fake_
 def new_fake_mode() -> FakeTensorMode:
     """A fake mode whose shape environment does not tie equal sizes together.
 
-    Real tensors may enter: they become attribute nodes, which the capture then lifts or refuses by name.
+    Numbers and shapes that depend on contents are refused at once. Real tensors may enter: they become attribute nodes, which the capture then lifts or refuses by name.
     """
-    return FakeTensorMode(shape_env=ShapeEnv(duck_shape=False), allow_non_fake_inputs=True)
+    env = ShapeEnv(duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
 
 
 def fake_batch_leaf(mode: FakeTensorMode, leaf: torch.Tensor, name: str) -> torch.Tensor:

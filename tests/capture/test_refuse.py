@@ -1,0 +1,266 @@
+"""Refusals: each names what happened and where, says what to do, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from graphcomp.capture import capture
+from graphcomp.errors import BatchError, CaptureError, GraphcompError, LossError, StateError
+from tests.capture.models import Everything, Net, batch, loss_fn
+
+
+@contextlib.contextmanager
+def refused(kind: type[GraphcompError], model: nn.Module, *parts: str) -> Iterator[None]:
+    """An error of exactly this kind, with all parts in its text; the model and the random streams as before."""
+    before = Everything(model)
+    with pytest.raises(GraphcompError) as error:
+        yield
+    assert type(error.value) is kind
+    for part in parts:
+        assert part in str(error.value), str(error.value)
+    before.check()
+
+
+class Code(Net):
+    """A net whose hidden values go through a piece of user code."""
+
+    def __init__(self, code: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.code = code
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.head(self.code(self, self.hidden(self.embed(tokens))))
+
+
+def read_item(model: Any, h: Tensor) -> Tensor:
+    return h * h.sum().item()
+
+
+def branch(model: Any, h: Tensor) -> Tensor:
+    if h.sum() > 0:
+        return h
+    return -h
+
+
+def pick(model: Any, h: Tensor) -> Tensor:
+    return h.flatten()[h.flatten().nonzero()].sum() + h
+
+
+def as_list(model: Any, h: Tensor) -> Tensor:
+    return h * h.mean(dim=(0, 1)).tolist()[0]
+
+
+@pytest.mark.parametrize("code", [read_item, branch, pick, as_list])
+def test_code_that_decides_on_contents(code: Callable[[Any, Tensor], Any]) -> None:
+    model = Code(code)
+    line = code.__code__.co_firstlineno + 1
+    with refused(
+        CaptureError,
+        model,
+        "the code decides on the contents of a tensor, which one program for all batches cannot do",
+        f"tests/capture/test_refuse.py:{line}",
+        "Code",
+        "got: ",
+        "what to do: use torch.where or masks",
+        "(see docs/errors.md#captureerror)",
+    ):
+        capture(model, loss_fn, batch())
+
+
+def test_decision_in_a_child_names_the_module() -> None:
+    class Gate(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.mean().item() > 0 else -x
+
+    model = nn.Sequential(nn.Linear(4, 4), Gate())
+    with refused(CaptureError, model, "module '1', "):
+        capture(model, lambda output, x: output.mean(), torch.ones(2, 4))
+
+
+def test_loss_that_is_not_scalar() -> None:
+    model = Net()
+    with refused(LossError, model, "a mean loss must be a scalar", "0-dim", "float32 tensor of shape"):
+        capture(model, lambda output, data: output, batch())
+
+
+@pytest.mark.parametrize("result", [None, "text", {}, (1, 2, 3)])
+def test_what_is_no_loss(result: Any) -> None:
+    model = Net()
+    with refused(LossError, model, "expected: a loss"):
+        capture(model, lambda output, data: result, batch())
+
+
+def test_loss_without_gradient() -> None:
+    model = Net()
+    with refused(LossError, model, "the loss needs no gradient", "what to do: check requires_grad"):
+        capture(model, lambda output, data: output.detach().mean(), batch())
+
+
+def test_nothing_to_train() -> None:
+    model = Net().requires_grad_(False)
+    with refused(LossError, model, "no trainable parameter takes part in it"):
+        capture(model, loss_fn, batch())
+
+
+def test_sparse_gradient() -> None:
+    model = Net()
+    model.embed = nn.Embedding(16, 8, sparse=True)
+    with refused(
+        CaptureError, model, "parameter 'embed.weight' gets a sparse gradient", "what to do: build the embedding"
+    ):
+        capture(model, loss_fn, batch())
+
+
+def test_gradient_hook_on_a_parameter() -> None:
+    model = Net()
+    model.hidden.weight.register_hook(lambda gradient: gradient * 3)
+    with refused(StateError, model, "parameter 'hidden.weight' has a gradient hook", "Net", "what to do: remove"):
+        capture(model, loss_fn, batch())
+    model = Net()
+    model.head.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    with refused(StateError, model, "parameter 'head.bias' has a gradient hook"):
+        capture(model, loss_fn, batch())
+
+
+def count_calls(model: Any, h: Tensor) -> Tensor:
+    model.calls = getattr(model, "calls", 0) + 1
+    return h
+
+
+def keep_hidden(model: Any, h: Tensor) -> Tensor:
+    model.hidden.last = h
+    return h
+
+
+@pytest.mark.parametrize(
+    ("code", "parts"),
+    [
+        (count_calls, ("its attribute 'calls'", "expected: no such attribute", "got: 1")),
+        (keep_hidden, ("its attribute 'hidden.last'", "got: tensor of shape")),
+    ],
+)
+def test_attribute_rewritten_in_forward(code: Callable[[Any, Tensor], Any], parts: tuple[str, ...]) -> None:
+    model = Code(code)
+    with refused(StateError, model, *parts, "a compiled step would not repeat", "what to do: make it a buffer"):
+        capture(model, loss_fn, batch())
+
+
+def test_every_module_is_restored_when_several_are_rewritten() -> None:
+    def rewrite(model: Any, h: Tensor) -> Tensor:
+        model.embed.seen = model.head.seen = h
+        return h
+
+    model = Code(rewrite)
+    with refused(StateError, model, "its attribute 'embed.seen'"):
+        capture(model, loss_fn, batch())
+
+
+def test_tensor_that_nobody_can_follow() -> None:
+    class Box:
+        __slots__ = ("value",)
+
+    box = Box()
+    box.value = torch.ones(8)
+
+    def use(model: Any, h: Tensor) -> Tensor:
+        return h * box.value
+
+    model = Code(use)
+    with refused(
+        CaptureError,
+        model,
+        "the code uses a tensor that is neither in the model's state nor in the batch",
+        f"test_refuse.py:{use.__code__.co_firstlineno + 1}",
+        "what to do: register it as a buffer",
+    ):
+        capture(model, loss_fn, batch())
+
+
+def test_random_numbers_under_checkpoint() -> None:
+    def region(model: Any, h: Tensor) -> Tensor:
+        return checkpoint(model.drop, h, use_reentrant=False)
+
+    model = Code(region)
+    with refused(
+        CaptureError, model, "a random operation is run again in backward", "module 'drop'", "torch.utils.checkpoint"
+    ):
+        capture(model, loss_fn, batch())
+
+
+def test_checkpoint_without_random_numbers_is_captured() -> None:
+    def region(model: Any, h: Tensor) -> Tensor:
+        return checkpoint(model.hidden, h, use_reentrant=False)
+
+    model = Code(region)
+    before = Everything(model)
+    capture(model, loss_fn, batch())
+    before.check()
+
+
+def test_batch_that_requires_a_gradient() -> None:
+    model = nn.Linear(4, 4)
+    with refused(BatchError, model, "the batch tensor batch requires a gradient", "what to do: detach it"):
+        capture(model, lambda output, x: output.mean(), torch.ones(2, 4, requires_grad=True))
+
+
+def test_missing_argument() -> None:
+    model = Net()
+    with refused(BatchError, model, "the model's forward needs tokens", "Net.forward", "got: words"):
+        capture(model, loss_fn, {"words": torch.zeros(2, 3)})
+
+
+class UserError(RuntimeError):
+    pass
+
+
+def test_users_exception_keeps_its_type_and_gets_a_note() -> None:
+    def fail(model: Any, h: Tensor) -> Tensor:
+        raise UserError("mine")
+
+    model = Code(fail)
+    before = Everything(model)
+    with pytest.raises(UserError, match="mine") as error:
+        capture(model, loss_fn, batch())
+    (note,) = error.value.__notes__
+    assert note.startswith("graphcomp: while tracing forward of Code")
+    assert f"tests/capture/test_refuse.py:{fail.__code__.co_firstlineno + 1}" in note
+    before.check()
+
+
+def test_failure_in_the_loss_and_in_backward_say_so() -> None:
+    def fail(output: Tensor, data: Any) -> Any:
+        raise UserError("mine")
+
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise UserError("backward")
+
+    model = Net()
+    before = Everything(model)
+    with pytest.raises(UserError) as error:
+        capture(model, fail, batch())
+    assert "while tracing loss of Net" in error.value.__notes__[0]
+    before.check()
+    with pytest.raises(UserError) as error:
+        capture(model, lambda output, data: Breaks.apply(output).mean(), batch())
+    assert "while tracing backward of Net" in error.value.__notes__[0]
+    before.check()
+
+
+def test_a_failed_capture_can_be_repeated_with_another_batch() -> None:
+    model = Net()
+    with refused(BatchError, model):
+        capture(model, loss_fn, {"words": torch.zeros(2, 3)})
+    assert capture(model, loss_fn, batch()).program.calls()
