@@ -40,9 +40,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
-        split = (
-            part.view(rows, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
-        )
+        split = (part.view(rows, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         mixed = F.scaled_dot_product_attention(*split, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(rows, length, width))
 
@@ -102,9 +100,7 @@ def main() -> int:
     step = gc.compile_train_step(model, loss_fn, plan=plan)
 
     check = next(data)
-    console.print(
-        f"{len(texts)} documents, {sum(p.numel() for p in model.parameters()):,} parameters, {device.type}"
-    )
+    console.print(f"{len(texts)} documents, {sum(p.numel() for p in model.parameters()):,} parameters, {device.type}")
     expected = eager(model, check)
     table, same = parity(step, check, expected, tolerance=1e-4)
     optimizer.zero_grad()
@@ -130,9 +126,8 @@ def main() -> int:
     start, end = sum(losses[:3]) / len(losses[:3]), sum(losses[-5:]) / len(losses[-5:])
     learned = end < 0.8 * start
     console.print(table)
-    console.print(
-        f"loss {start:.3f} -> {end:.3f}; {step.stats.programs} program(s) for all lengths; see {folder}/"
-    )
+    made = f"{step.stats.traces} capture and {step.stats.programs} compiled programs served all lengths on this rank"
+    console.print(f"loss {start:.3f} -> {end:.3f}; {made}; every program as text: {folder}/")
     if not learned:
         console.print("[red]the loss did not fall clearly[/red]")
     if not same:
@@ -165,9 +160,7 @@ def parity(step, microbatches, expected, tolerance: float) -> tuple[Table, bool]
         rows.append((name, float(norm), float(other), float((p.grad - gradients[name]).norm() / other)))
     everywhere: list[list] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, rows)
-    table = Table(
-        "rank", "value", "compiled", "eager", "relative difference", title="one step, compiled and eager"
-    )
+    table = Table("rank", "value", "compiled", "eager", "relative difference", title="one step, compiled and eager")
     for rank, found in enumerate(everywhere):
         for name, mine, other, difference in found:
             table.add_row(str(rank), name, f"{mine:.6f}", f"{other:.6f}", f"{difference:.1e}")
@@ -187,9 +180,7 @@ def progress(console: Console) -> Progress:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--microbatches", type=int, default=8, help="per step")
     parser.add_argument("--rows", type=int, default=4, help="documents in a microbatch")

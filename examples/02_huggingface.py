@@ -70,9 +70,7 @@ def train(rank: int, names: list[str], steps: int, backend: str) -> dict[str, li
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["gpt2", "llama"], choices=["gpt2", "llama"])
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=4)

@@ -31,9 +31,7 @@ def loss_fn(logits: Tensor, batch: dict[str, Tensor]) -> gc.TokenLoss:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--schedule", default="1f1b", choices=["gpipe", "1f1b"])
     options = parser.parse_args()
@@ -47,7 +45,8 @@ def main() -> None:
     show("1. the joint program: forward, loss and backward of one microbatch", compiler.capture(example))
     show("2. cut into stages, and what crosses", compiler.partition())
     show("3. what each rank executes in a step", compiler.lower())
-    show("4. compiled", compiler.compile())
+    calls = [f"stage {stage} {kind}" for _, stage, kind in compiler.compile()]
+    show("4. compiled", "\n".join(calls))
 
 
 def show(title: str, program: object) -> None:

@@ -26,9 +26,7 @@ REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 # `reduction` is not among them: a token loss is a sum by definition.
 _CROSS_ENTROPY_OPTIONS = ("label_smoothing", "weight")
 
-_FORMS = (
-    "a loss (token_loss, TokenLoss, mean_loss, scalar tensor), a dict of losses by name, or (losses, metrics)"
-)
+_FORMS = "a loss (token_loss, TokenLoss, mean_loss, scalar tensor), a dict of losses by name, or (losses, metrics)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,9 +93,7 @@ Losses = dict[str, TokenLoss | MeanLoss]
 Metrics = dict[str, Metric]
 
 
-def token_loss(
-    logits: Tensor, labels: Tensor, ignore_index: int = -100, **cross_entropy_options: Any
-) -> TokenLoss:
+def token_loss(logits: Tensor, labels: Tensor, ignore_index: int = -100, **cross_entropy_options: Any) -> TokenLoss:
     """Cross entropy summed over the labels that are not `ignore_index`, and the number of those.
 
     logits: (..., classes), floating. labels: (...), integers. Nothing is shifted: for next-token prediction
@@ -219,9 +215,7 @@ def _count(tokens: Tensor | int | float, device: torch.device) -> Tensor:
 
 def _name(name: object, where: str | None) -> str:
     if not isinstance(name, str) or not name:
-        raise LossError(
-            "losses and metrics have names", where=where, expected="a non-empty string", got=repr(name)
-        )
+        raise LossError("losses and metrics have names", where=where, expected="a non-empty string", got=repr(name))
     return name
 
 
@@ -264,9 +258,7 @@ def _check_cross_entropy(logits: object, labels: object, options: dict[str, Any]
     if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() == 0:
         raise LossError("token_loss needs logits", expected="floating, (..., classes)", got=_describe(logits))
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
-        raise LossError(
-            "token_loss needs class numbers as labels", expected="integers, (...)", got=_describe(labels)
-        )
+        raise LossError("token_loss needs class numbers as labels", expected="integers, (...)", got=_describe(labels))
     if labels.dim() != logits.dim() - 1 or logits.shape[:-1] != labels.shape:
         raise LossError(
             "logits and labels do not fit",
@@ -282,9 +274,7 @@ def _is_number(x: object) -> bool:
 
 def _not_a_loss(got: str, where: str | None) -> LossError:
     do = "does the loss function end with `return`?" if got == "None" else None
-    return LossError(
-        "this is no loss", where=where or "the loss function's result", expected=_FORMS, got=got, do=do
-    )
+    return LossError("this is no loss", where=where or "the loss function's result", expected=_FORMS, got=got, do=do)
 
 
 def _describe(x: object) -> str:

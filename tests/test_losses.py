@@ -137,9 +137,7 @@ def test_forms_of_a_result() -> None:
 
 def test_metrics_are_detached_scalars_with_a_reduction() -> None:
     loss = scalar()
-    _, metrics = normalize(
-        (loss, {"plain": loss, "count": metric(7, "sum"), "top": Metric(torch.tensor(3), "max")})
-    )
+    _, metrics = normalize((loss, {"plain": loss, "count": metric(7, "sum"), "top": Metric(torch.tensor(3), "max")}))
     assert {name: m.reduction for name, m in metrics.items()} == {
         "plain": "mean",
         "count": "sum",

@@ -101,11 +101,7 @@ class _Rank:
         except (EOFError, ConnectionError):
             self.process.join(_GRACE)
             code = self.process.exitcode
-            how = (
-                f"killed by {signal.Signals(-code).name}"
-                if code is not None and code < 0
-                else f"exit code {code}"
-            )
+            how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
             return _Failure(self.rank, time.monotonic(), f"the process died without an error: {how}")
         return _Failure(**content) if kind == "error" else content
 

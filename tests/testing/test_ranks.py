@@ -124,9 +124,7 @@ def test_a_broken_connection_does_not_hide_the_death_behind_it() -> None:
 
 
 def test_the_time_limit_shows_where_each_process_stands() -> None:
-    with pytest.raises(
-        RankFailure, match=r"1 of 2 processes did not finish(.|\n)*rank 1:(.|\n)*wait_here_for_long"
-    ):
+    with pytest.raises(RankFailure, match=r"1 of 2 processes did not finish(.|\n)*rank 1:(.|\n)*wait_here_for_long"):
         run_ranks(sleep, 2, timeout=20)
 
 

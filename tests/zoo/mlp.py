@@ -37,8 +37,7 @@ def loss_fn(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[TokenLoss, di
 def make(n: int, generator: torch.Generator, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     rows = [3 + (5 * i) % 7 for i in range(n)]
     return [
-        (torch.randn(r, 12, generator=generator).to(dtype), torch.randint(5, (r,), generator=generator))
-        for r in rows
+        (torch.randn(r, 12, generator=generator).to(dtype), torch.randint(5, (r,), generator=generator)) for r in rows
     ]
 
 

@@ -108,9 +108,7 @@ def _run(model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, batch: Any
     )
 
 
-def _count(
-    scratch: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, microbatches: Sequence[Any]
-) -> dict:
+def _count(scratch: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, microbatches: Sequence[Any]) -> dict:
     """The tokens of the whole step by loss name, found on a copy and without moving the random stream."""
     found: dict[str, int | float] = {}
     with torch.random.fork_rng(), torch.no_grad():

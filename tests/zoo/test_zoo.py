@@ -118,9 +118,7 @@ def test_no_token_at_all_and_a_mean_loss_beside_it() -> None:
 
 def test_buffers_take_every_microbatch_in_order() -> None:
     model = nn.BatchNorm1d(1, momentum=0.1)
-    found = reference(
-        model, lambda output, batch: output.sum(), [torch.full((2, 1), 0.0), torch.full((2, 1), 4.0)]
-    )
+    found = reference(model, lambda output, batch: output.sum(), [torch.full((2, 1), 0.0), torch.full((2, 1), 4.0)])
     assert torch.allclose(found.buffers["running_mean"], torch.tensor([0.4]))
     assert found.buffers["num_batches_tracked"].item() == 2
 
