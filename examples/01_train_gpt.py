@@ -88,7 +88,7 @@ def main() -> int:
         start_processes(options.processes)
     device = start_rank()
     first = dist.get_rank() == 0
-    console = Console(quiet=not first)
+    console = Console(quiet=not first, width=None if sys.stdout.isatty() else 120)
 
     torch.manual_seed(options.seed)
     texts = documents(limit=4000, longest=options.longest)
