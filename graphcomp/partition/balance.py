@@ -12,6 +12,7 @@ from torch.fx import Node
 from graphcomp.errors import PartitionError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
+from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
 from graphcomp.partition.costs import flops, matrix_flops, size_bytes
 from graphcomp.partition.traits import uses_parameter
@@ -46,7 +47,7 @@ def balanced_cuts(program: Program, forward: Sequence[Node], replicable: set[Nod
         )
     if stages == 1:
         return []
-    work = list(accumulate((flops(node) for node in forward), initial=0))
+    work = list(accumulate(_work(program, forward), initial=0))
     weights = list(accumulate(weighty, initial=0))
     crossing = crossing_bytes(forward, replicable)
     ends = [0, *_candidates(forward, work, crossing, weights, stages), len(forward)]
@@ -69,6 +70,20 @@ class _Point:
     def load_since(self, left: _Point) -> int:
         """The load of a stage from `left` to here."""
         return self.work - left.work + FLOPS_PER_BYTE * (self.crossing + left.crossing)
+
+
+def _work(program: Program, forward: Sequence[Node]) -> list[int]:
+    """FLOPs of each forward node with those of its backward, which a frozen layer does not have."""
+    backward: dict[int, int] = {}
+    for node in program.calls():
+        note = meta.note(node)
+        if note.phase is Phase.BACKWARD and note.operation is not None:
+            backward[note.operation] = backward.get(note.operation, 0) + flops(node)
+    operations = [meta.note(node).operation for node in forward]
+    return [
+        flops(node) + (backward.get(number, 0) if number is not None else 0)
+        for node, number in zip(forward, operations, strict=True)
+    ]
 
 
 def crossing_bytes(forward: Sequence[Node], replicable: set[Node]) -> list[int]:

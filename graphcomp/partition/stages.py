@@ -11,6 +11,7 @@ from graphcomp.capture.joint import Joint
 from graphcomp.ir.printer import print_program
 from graphcomp.ir.program import Program
 from graphcomp.ir.sizes import Expression
+from graphcomp.ir.spelling import Symbols, dtype
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,9 @@ class Carried:
     device: str
     shape: tuple[Expression, ...]
 
+    def text(self, symbols: Symbols) -> str:
+        return f"{self.name}: {dtype(self.dtype)}{symbols.sizes(self.shape)}"
+
 
 @dataclass(frozen=True)
 class Boundary:
@@ -30,6 +34,10 @@ class Boundary:
     source: int
     target: int
     values: tuple[Carried, ...]
+
+    def text(self, symbols: Symbols) -> str:
+        """In one line, with the symbols' printed names."""
+        return f"boundary {self.source}>{self.target}: {', '.join(v.text(symbols) for v in self.values)}"
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,10 @@ class Stage:
     forward: Program
     backward: Program | None
     fused: Program | None
+
+    def __str__(self) -> str:
+        programs = [self.forward, self.backward, None if self.fused is self.forward else self.fused]
+        return "\n".join(str(program) for program in programs if program is not None)
 
 
 @dataclass(frozen=True)
@@ -70,3 +82,10 @@ class Partitioned:
         """All programs as text: the prologue, then each stage's."""
         programs = [self.prologue, *(p for one in self.stages for p in (one.forward, one.backward, one.fused))]
         return "\n".join(print_program(program) for program in programs if program is not None)
+
+    def __str__(self) -> str:
+        symbols = Symbols(self.joint.program)
+        boundaries = [*self.forward_boundaries.values(), *self.backward_boundaries.values()]
+        parts = [] if self.prologue is None else [str(self.prologue)]
+        parts += map(str, self.stages)
+        return "\n".join([*parts, *(boundary.text(symbols) for boundary in boundaries)]) + "\n"
