@@ -34,6 +34,7 @@ def compile_graph(module: GraphModule, inputs: Sequence[Any], mode: FakeTensorMo
     from torch._inductor import config
     from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
     from torch._inductor.virtualized import V
+    from torch.fx.experimental import _config as symbol_config
 
     with tracing(TracingContext(mode)), config.patch(OPTIONS), V.set_fake_mode(mode):
         with mode, enable_python_dispatcher():
@@ -43,7 +44,10 @@ def compile_graph(module: GraphModule, inputs: Sequence[Any], mode: FakeTensorMo
         results: Any = output.args[0]
         visible = [place for place, node in enumerate(results) if isinstance(node, Node)]
         output.meta["user_visible_output_idxs"] = visible
-        compiled: Any = compile_fx_inner(module, list(inputs), is_inference=True)
+        # A choice between two codes that are both right must not become a condition: the C++ backend asks whether a
+        # sum has more than 4096 terms, to add them up in another order.
+        with symbol_config.patch(backed_size_oblivious=True):
+            compiled: Any = compile_fx_inner(module, list(inputs), is_inference=True)
     # Below the wrapper that serves the autotuner's cache and the profiler, which costs as much as a small
     # kernel.
     return getattr(compiled, "current_callable", None) or compiled

@@ -137,3 +137,15 @@ class Peak:
         if event.name() == "[memory]":  # type: ignore[attr-defined]
             self.now += event.nbytes()  # type: ignore[attr-defined]
             self.most = max(self.most, self.now)
+
+
+def test_a_long_sum_asks_nothing_of_the_sizes() -> None:
+    """The C++ backend would add up more than 4096 terms in another way, which must not tie the program to fewer."""
+    b = Builder(example=(6, 16))
+    x = b.input(Activation(0, 1, 0), b.leaf, "x")
+    y = b.call(aten.sum.dim_IntList, b.call(aten.sin.default, x), [0])
+    program = b.program({Activation(1, 2, 0): y}, "sum", Level.STAGE)
+    compiled = backend.get("inductor").compile(program)
+    assert all(c.subs({s: 100_000 for s in c.free_symbols}) == sympy.true for c in compiled.conditions)
+    inputs = torch.randn(100_000, 16)
+    torch.testing.assert_close(compiled([inputs])[0], inputs.double().sin().sum(0).float(), rtol=1e-5, atol=1e-3)
