@@ -18,7 +18,14 @@ from graphcomp.capture.labels import Labels, role_of, sequence_of
 from graphcomp.capture.refuse import check_hooks, check_random_recompute, explained
 from graphcomp.capture.state import Captured, Reachable, State, unchanged_model
 from graphcomp.compat.pytree import path_text, tree_flatten_with_path
-from graphcomp.compat.symbols import FakeTensorMode, conditions, expression, fake_batch_leaf, new_fake_mode, symbol_names
+from graphcomp.compat.symbols import (
+    FakeTensorMode,
+    conditions,
+    expression,
+    fake_batch_leaf,
+    new_fake_mode,
+    symbol_names,
+)
 from graphcomp.compat.tracing import swapped_state, trace
 from graphcomp.errors import CaptureError, LossError
 from graphcomp.ir import meta
@@ -179,7 +186,7 @@ def _normalize(
     leaves: dict[str, torch.Tensor],
     reachable: Reachable,
 ) -> tuple[Program, dict[str, Captured]]:
-    """From make_fx's graph to a program: every outside value an input with a role, sizes lifted, operations numbered."""
+    """From make_fx's graph to a program: outside values become inputs with roles, sizes are lifted."""
     graph = module.graph
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     roles = dict(zip(nodes, inputs, strict=True))
@@ -217,7 +224,7 @@ def _normalize(
             node.replace_all_uses_with(known[id(real)])
             graph.erase_node(node)
     sizes = {}
-    for path, leaf in leaves.items():
+    for leaf in leaves.values():
         for number in leaf.shape:
             symbol = expression(mode, number)
             if not isinstance(symbol, int) and symbol.is_Symbol and str(symbol) not in sizes:
@@ -229,9 +236,7 @@ def _normalize(
     returned: Any = graph.output_node().args[0]
     graph.output_node().args = (tuple(returned),)
     order = [node for node in graph.nodes if node.op == "placeholder"]
-    program = Program(
-        "joint", Level.JOINT, graph, tuple(roles[n] for n in order), tuple(outputs), mode, constants
-    )
+    program = Program("joint", Level.JOINT, graph, tuple(roles[n] for n in order), tuple(outputs), mode, constants)
     return drop_unused_inputs(program), captured
 
 

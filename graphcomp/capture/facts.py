@@ -41,9 +41,7 @@ class Facts:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, Facts) and self._hash == other._hash and self.facts == other.facts
-        )
+        return self is other or (isinstance(other, Facts) and self._hash == other._hash and self.facts == other.facts)
 
 
 _OF_MODULES = {"mode", "attribute", "parameter", "buffer", "hooks"}
@@ -116,9 +114,7 @@ def _tensor(was: TensorFacts | None, now: TensorFacts | None) -> list[str]:
     found = []
     if was.requires_grad != now.requires_grad:
         found.append(
-            "required a gradient and does not any more"
-            if was.requires_grad
-            else "required no gradient and does now"
+            "required a gradient and does not any more" if was.requires_grad else "required no gradient and does now"
         )
     if was.hooked != now.hooked:
         found.append("had a gradient hook and has none" if was.hooked else "has a new gradient hook")

@@ -89,5 +89,5 @@ def entry_points(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterat
         if "forward" in vars(module):
             yield vars(module)["forward"], f"{name}.forward".lstrip(".")
     if loss_fn is not None:
-        called = loss_fn if plain_function(loss_fn) else getattr(type(loss_fn), "__call__", None)
+        called = loss_fn if plain_function(loss_fn) else vars(type(loss_fn)).get("__call__")
         yield called, getattr(loss_fn, "__name__", "loss_fn")

@@ -69,8 +69,8 @@ class _Snapshot:
     readers: list[Callable[[], Any]] = field(default_factory=list)
     read: list[Any] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
-    kinds: list[type] = field(default_factory=list)
-    classes: list[type] = field(default_factory=list)
+    kinds: list[type[nn.Module]] = field(default_factory=list)
+    classes: list[type[nn.Module]] = field(default_factory=list)
     forwards: list[Any] = field(default_factory=list)
     functions: list[Any] = field(default_factory=list)
     codes: list[Any] = field(default_factory=list)
@@ -183,10 +183,10 @@ def _take(
     found.looks = found.look()
     found.classes = list(dict.fromkeys(found.kinds))
     found.forwards = [kind.forward for kind in found.classes]
-    for number, table in enumerate(internals.global_hooks()):
-        found.watch(table)
-        if table:
-            facts["hooks", "", f"global hooks {number}"] = tuple(freeze(h, watched) for h in table.values())
+    for number, every in enumerate(internals.global_hooks()):
+        found.watch(every)
+        if every:
+            facts["hooks", "", f"global hooks {number}"] = tuple(freeze(h, watched) for h in every.values())
     _take_functions(found, watched, facts, model, loss_fn)
     for container in watched.containers:
         found.watch(container)
@@ -217,7 +217,12 @@ def _take_module(
 def _tensor_facts(tensor: torch.Tensor, same_as: str | None, device: torch.device | None) -> TensorFacts:
     placed = device if device is not None and tensor.device.type == "meta" else tensor.device
     return TensorFacts(
-        tuple(tensor.shape), tensor.stride(), tensor.dtype, placed, tensor.requires_grad, same_as,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        placed,
+        tensor.requires_grad,
+        same_as,
         internals.has_hooks(tensor),
     )
 
@@ -247,9 +252,7 @@ def _take_functions(
         facts["attribute", "", "loss_fn"] = freeze(loss_fn, watched)
 
 
-def read_captured(
-    captured: Mapping[str, Captured], expected: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def read_captured(captured: Mapping[str, Captured], expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors that user code holds by itself, as they are now, by name.
 
     expected: the fake tensor that the program has for each. Raises GuardError where a tensor no longer fits: it is

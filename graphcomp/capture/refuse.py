@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from graphcomp.capture.labels import Labels, error_line
+from graphcomp.compat.operators import OpOverload
 from graphcomp.compat.symbols import DATA_DEPENDENT
 from graphcomp.compat.tracing import has_gradient_hooks
 from graphcomp.errors import CaptureError, StateError
@@ -30,7 +31,7 @@ def check_hooks(model: nn.Module) -> None:
 
 def is_random(target: object) -> bool:
     """Whether an operation draws from a random generator."""
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def check_random_recompute(program: Program) -> None:

@@ -39,8 +39,8 @@ class State:
             return placed.requires_grad_(tensor.requires_grad)
 
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        roles = (*map(role.Param, parameters), *map(role.Buffer, buffers))
-        return State(roles, tuple(map(fake, (*parameters.values(), *buffers.values()))))
+        roles: list[role.Param | role.Buffer] = [*map(role.Param, parameters), *map(role.Buffer, buffers)]
+        return State(tuple(roles), tuple(map(fake, (*parameters.values(), *buffers.values()))))
 
     def named(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         return {what.name: value for what, value in zip(self.roles, values, strict=True)}

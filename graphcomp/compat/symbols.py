@@ -24,7 +24,8 @@ __all__ = ["FakeTensorMode", "PythonPrinter", "conditions", "expression", "fake_
 def new_fake_mode() -> FakeTensorMode:
     """A fake mode whose shape environment does not tie equal sizes together.
 
-    Numbers and shapes that depend on contents are refused at once. Real tensors may enter: they become attribute nodes, which the capture then lifts or refuses by name.
+    Numbers and shapes that depend on the contents of a tensor are refused at once. Real tensors may enter: they
+    become attribute nodes, which the capture then lifts or refuses by name.
     """
     env = ShapeEnv(duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
     return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)

@@ -199,9 +199,7 @@ def test_tensors_in_attributes_are_lifted_and_followed() -> None:
     model.shift = torch.full((4,), 5.0)
     model.steps[1] = torch.full((4,), 6.0)
     model.table["gain"].mul_(2)
-    torch.testing.assert_close(
-        run(joint, model, x)[role.Loss("loss")], model(x).square().mean().detach()
-    )
+    torch.testing.assert_close(run(joint, model, x)[role.Loss("loss")], model(x).square().mean().detach())
 
 
 def test_closure_tensor_is_lifted_and_followed() -> None:

@@ -162,8 +162,18 @@ def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         lambda m: m.register_state_dict_post_hook(lambda *a: None),
     ],
     ids=[
-        "weights", "buffer", "gradient", "new buffer", "new data", "new parameter", "equal config", "equal dict",
-        "equal float", "mode and back", "hook and back", "state_dict hook",
+        "weights",
+        "buffer",
+        "gradient",
+        "new buffer",
+        "new data",
+        "new parameter",
+        "equal config",
+        "equal dict",
+        "equal float",
+        "mode and back",
+        "hook and back",
+        "state_dict hook",
     ],
 )
 def test_what_no_program_depends_on_changes_nothing(how: Callable[[Any], Any]) -> None:
