@@ -17,7 +17,7 @@ import torch
 # Lowest first. A layer may import any layer of a lower level; layers of one level do not know each other.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("plan", "losses"),
+    ("plan", "losses", "progress"),
     ("compat",),
     ("ir",),
     ("capture", "schedule", "collectives"),
@@ -26,7 +26,10 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("backend",),
     ("runtime",),
     ("compiler",),
+    ("dispatch",),
+    ("engine",),
     ("step",),
+    ("clip",),
 )
 LEVEL = {layer: level for level, layers in enumerate(LEVELS) for layer in layers}
 ONLY = {"schedule": {"errors"}, "losses": {"errors"}}  # layers that may import less than their level allows
