@@ -92,7 +92,7 @@ class Plan:
             raise PlanError(
                 "Plan(mesh=...) needs axes with known names",
                 expected=f"names from {', '.join(AXES)} (init_device_mesh(..., mesh_dim_names=...))",
-                got=names,
+                got=names or "no names",
             )
         if self.stages not in (None, self.axis("pp")) or (self.split and len(self.split) + 1 != self.axis("pp")):
             wanted = self.stages or len(self.split or ()) + 1

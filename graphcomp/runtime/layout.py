@@ -56,6 +56,13 @@ def check_layout(plan: Plan) -> None:
                 got=f"{axis}={plan.axis(axis)}",
                 do="see docs/limits.md",
             )
+    if not dist.is_initialized():
+        raise PlanError(
+            "the plan has a mesh, but this process is in no process group",
+            expected=f"{plan.mesh.size()} processes, as the mesh has ranks",
+            got="no default process group",
+            do="start the processes with torchrun and call init_process_group",
+        )
     if plan.mesh.size() != dist.get_world_size():
         raise PlanError(
             "the mesh does not hold all processes of this job",
