@@ -36,12 +36,8 @@ class Case:
 
 CASES = {
     "a": Case("a", "width 256, 8 layers, 2 x 256 tokens, 8 microbatches", Config(), 2, 8, 256, steps=1),
-    "b": Case(
-        "b", "width 32, 1 x 16 tokens, 32 microbatches", Config(width=32, longest=16), 1, 32, 16, steps=4
-    ),
-    "c": Case(
-        "c", "as (a), lengths log-normal between 16 and 512", Config(), 2, 8, 512, steps=2, lengths=(96, 0.8)
-    ),
+    "b": Case("b", "width 32, 1 x 16 tokens, 32 microbatches", Config(width=32, longest=16), 1, 32, 16, steps=4),
+    "c": Case("c", "as (a), lengths log-normal between 16 and 512", Config(), 2, 8, 512, steps=2, lengths=(96, 0.8)),
 }
 
 
@@ -89,13 +85,14 @@ def pipeline(rank: int, name: str, repeats: int) -> dict[str, Any]:
             gradients[label] = {n: g.clone() for n, g in each.gradients().items()}
             for _ in range(len(steps)):
                 runs[label]()
-        seconds = paired(runs, repeats, case.steps, lambda text: status.update(f"({name}) {text}"))
+        seconds, busy = paired(runs, repeats, case.steps, lambda text: status.update(f"({name}) {text}"))
         status.update(f"({name}) memory")
         peaks = {label: peak_bytes(run) for label, run in runs.items()}
     return {
         "case": name,
         "title": case.title,
         "seconds": seconds,
+        "busy": busy,
         "first step": ready,
         "peak": peaks,
         "difference": _difference(gradients["graphcomp"], gradients["peer, eager"]),

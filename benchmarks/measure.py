@@ -14,25 +14,27 @@ Run = Callable[[], object]
 
 def paired(
     runs: Mapping[str, Run], repeats: int, steps: int, told: Callable[[str], None] = lambda _: None
-) -> dict[str, list[float]]:
-    """Seconds per step by contestant, one number a repeat.
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds per step by contestant, one number a repeat: by the clock, and of processor time in this process.
 
     In each repeat every contestant runs `steps` steps between two barriers; the order turns from repeat to
     repeat, so that whatever slows the machine for a while meets all alike.
     """
     names = list(runs)
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    busy: dict[str, list[float]] = {name: [] for name in names}
     for repeat in range(repeats):
         turn = repeat % len(names)
         for name in names[turn:] + names[:turn]:
             dist.barrier()
-            begin = time.perf_counter()
+            begin, worked = time.perf_counter(), time.process_time()
             for _ in range(steps):
                 runs[name]()
+            busy[name].append((time.process_time() - worked) / steps)
             dist.barrier()
             seconds[name].append((time.perf_counter() - begin) / steps)
         told(f"repeat {repeat + 1} of {repeats}")
-    return seconds
+    return seconds, busy
 
 
 def ratios(mine: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
