@@ -45,7 +45,9 @@ SMALL = ("--steps", "20", "--width", "32", "--blocks", "2", "--longest", "96", "
 def test_train_gpt(tmp_path: Path) -> None:
     shown = run("01_train_gpt.py", *SMALL, "--backend", "eager", cwd=tmp_path)
     assert "one step, compiled and eager" in shown and "head.weight" in shown
-    assert list((tmp_path / "runs").glob("*/*"))
+    for rank in (0, 1):
+        files = {path.name.split("_", 1)[1] for path in (tmp_path / "runs").glob(f"*/rank_{rank}/[0-9]*.txt")}
+        assert {"plan.txt", "joint.txt", "stage_0_forward.txt", "schedule.txt", f"rank_{rank}.txt"} <= files
 
 
 @pytest.mark.gloo
