@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 
-from graphcomp import schedule as schedules
 from graphcomp import backend as backends
+from graphcomp import schedule as schedules
 from graphcomp.backend import Backend, Boxed
 from graphcomp.backend import Progress as BackendProgress
 from graphcomp.capture import Joint, capture
+from graphcomp.capture.guards import read_captured
 from graphcomp.errors import StepError
+from graphcomp.ir import meta
+from graphcomp.ir import signature as role
 from graphcomp.ir.program import Program
 from graphcomp.ir.verify import verify
 from graphcomp.partition import Partitioned, partition
@@ -51,6 +56,16 @@ class Specialisation:
     passes: tuple[Record, ...] = ()
     partitions: dict[bool, Partitioned] = field(default_factory=dict)
     callables: dict[tuple[bool, int, RunKind], Boxed] = field(default_factory=dict)
+
+    def read_captured(self) -> dict[str, torch.Tensor]:
+        """The tensors that user code reaches by itself, as they are now. Raises GuardError if one has another form."""
+        forms = self._captured_forms
+        return read_captured({name: self.joint.captured[name] for name in forms}, forms) if forms else {}
+
+    @cached_property
+    def _captured_forms(self) -> dict[str, torch.Tensor]:
+        found = ((what, meta.tensor(node)) for what, node in self.joint.program.input_nodes())
+        return {what.name: fake for what, fake in found if isinstance(what, role.Captured) and fake is not None}
 
 
 class GraphCompiler:

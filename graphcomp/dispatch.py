@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ class Bound:
 
 @dataclass
 class _Entry:
-    """All specialisations of one kind of batch under one state of the model. places: (position, path) of its tensors."""
+    """All specialisations of one kind of batch in one state of the model. places: (position, path) of its tensors."""
 
     places: tuple[tuple[int, str], ...]
     specialisations: list[Specialisation] = field(default_factory=list)
@@ -40,17 +40,26 @@ class Dispatcher:
 
     def __init__(self, compiler: GraphCompiler, device: torch.device) -> None:
         self.compiler, self.device = compiler, device
-        self.guard = ModelGuard(compiler.model, compiler.loss_fn)
+        self.guard = ModelGuard(compiler.model, compiler.loss_fn, device)
         self._entries: dict[Hashable, _Entry] = {}
         self._last: tuple[Hashable, str] | None = None
+        self.state: Hashable = None
 
     def select(self, microbatches: Sequence[Any], training: bool) -> list[Bound]:
         """One bound microbatch each, in order. Captures what was not seen before.
 
         Raises GuardError, naming what changed, if that would exceed the plan's `max_programs`.
         """
-        state = self.guard.key()
+        state = self.state = self.guard.key()
         return [self._bind(batch, state, training) for batch in microbatches]
+
+    def forget(self, number: int) -> None:
+        """Drop the specialisations from `number` on, as if they had never been captured."""
+        del self.compiler.specialisations[number:]
+        for key, entry in list(self._entries.items()):
+            entry.specialisations = [one for one in entry.specialisations if one.number < number]
+            if not entry.specialisations:
+                del self._entries[key]
 
     def _bind(self, batch: Any, state: Hashable, training: bool) -> Bound:
         key, leaves = batch_key(batch)
@@ -80,7 +89,7 @@ class Dispatcher:
 
     def _check_room(self, batch: Any, state: Hashable) -> None:
         limit = self.compiler.plan.max_programs
-        if self.compiler.traces < limit or self._last is None:
+        if len(self.compiler.specialisations) < limit or self._last is None:
             return
         before, sketch = self._last
         changed = self.guard.difference(before, state) or [f"the batch was {sketch} and is {_sketch(batch)}"]
@@ -94,12 +103,24 @@ class Dispatcher:
 
 
 def _serve(entry: _Entry, leaves: Sequence[Any]) -> Bound | None:
-    tensors = {path: leaves[position] for position, path in entry.places}
+    # Programs are captured from, and compiled for, dense batch tensors.
+    tensors = {path: leaves[position].contiguous() for position, path in entry.places}
     for one in entry.specialisations:
+        if not _captured_fit(one):
+            continue
         sizes = one.joint.sizes.bind(tensors)
         if one.joint.sizes.accepts(sizes, tensors):
             return Bound(one, tensors, sizes)
     return None
+
+
+def _captured_fit(one: Specialisation) -> bool:
+    """Whether the tensors that user code reaches by itself still have the form they had at capture."""
+    try:
+        one.read_captured()
+    except GuardError:
+        return False
+    return True
 
 
 def _sketch(batch: Any) -> str:
@@ -107,3 +128,18 @@ def _sketch(batch: Any) -> str:
     parts = [f"{path}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for path, t in tensors.items()]
     parts += [f"{spec.paths[i]}: {value!r}" for i, value in spec.static.items()]
     return "{" + ", ".join(parts) + "}"
+
+
+def as_microbatches(microbatches: Iterable[Any]) -> list[Any]:
+    """The microbatches as a list. Raises BatchError for a single batch, or none, in their place."""
+    wrong = isinstance(microbatches, (Mapping, torch.Tensor, tuple, str)) or not isinstance(microbatches, Iterable)
+    if wrong:
+        raise BatchError(
+            "a step takes a list of microbatches, not one batch",
+            got=type(microbatches).__name__,
+            do="put the batch into a list: step([batch])",
+        )
+    found = list(microbatches)
+    if not found:
+        raise BatchError("a step was given no microbatch", expected="a list of at least one", got="[]")
+    return found

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from graphcomp.compiler import GraphCompiler, RankPrograms
-from graphcomp.dispatch import Bound, Dispatcher
-from graphcomp.errors import AgreementError, RankFailure, StepError
+from graphcomp.compiler import GraphCompiler, RankPrograms, Specialisation
+from graphcomp.dispatch import Bound, Dispatcher, as_microbatches
+from graphcomp.errors import RankFailure, StepError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.interp import boxed_callable
 from graphcomp.ir.randomness import step_seeds
 from graphcomp.partition import Partitioned
+from graphcomp.runtime.agreement import Agreement
 from graphcomp.runtime.closing import Closing
 from graphcomp.runtime.executor import RankExecutor, RankResult, run_virtual_ranks
 from graphcomp.runtime.inputs import StepInputs
@@ -27,6 +27,9 @@ from graphcomp.runtime.prologue import Counts, count
 from graphcomp.runtime.result import StepResult
 from graphcomp.runtime.state import LiveState
 from graphcomp.runtime.transport import ProcessTransport, Transport, VirtualNetwork, VirtualTransport
+
+KEPT = 64
+"""Sequences of specialisations whose rank programs are kept; the oldest goes first. Compiled code is kept apart."""
 
 
 @dataclass(frozen=True)
@@ -57,37 +60,41 @@ class Engine:
     def __init__(self, compiler: GraphCompiler, layout: Layout, virtual: bool = False) -> None:
         self.compiler, self.layout, self.virtual = compiler, layout, virtual
         self.state = LiveState(compiler.model)
+        self.agreement = Agreement(layout)
+        self.followed: Hashable = None
         self._prepared: dict[tuple[tuple[int, ...], bool], Prepared] = {}
         self._prologues: dict[int, Any] = {}
         self._scales: dict[tuple[float, torch.dtype], torch.Tensor] = {}
 
-    def prepare(self, bound: Sequence[Bound], outputs: bool) -> tuple[Prepared, bool]:
-        """What these microbatches need; True if it was made just now. Ranks of a pipeline agree on it first."""
-        numbers = tuple(one.specialisation.number for one in bound)
+    def prepare(self, specialisations: Sequence[Specialisation], outputs: bool) -> tuple[Prepared, bool]:
+        """What a step with these (one a microbatch) needs; True if it was made just now. Ranks agree on it first."""
+        numbers = tuple(one.number for one in specialisations)
         found = self._prepared.get((numbers, outputs))
         if found is not None:
             return found, False
-        specialisations = [one.specialisation for one in bound]
         failure: Exception | None = None
         prepared: Prepared | None = None
-        conditions = [one.joint.sizes.conditions for one in specialisations]
         try:
             prepared = self._make(specialisations, outputs)
         except Exception as error:
             failure = error
-        added = {
-            one.number: [c for c in one.joint.sizes.conditions if c not in before]
-            for one, before in zip(specialisations, conditions, strict=True)
-        }
-        self._agree(specialisations, prepared, added, failure)
+        distinct = {one.number: one for one in specialisations}
+        conditions = {number: one.joint.sizes.conditions for number, one in distinct.items()}
+        text = "" if prepared is None else _wire_text(prepared)
+        shared = self.agreement.share(text, failure, "prepare the step", conditions)
         if prepared is None:
             raise failure if failure is not None else RankFailure("the step could not be prepared")
+        for theirs in shared:
+            for number, one in distinct.items():
+                self.compiler.add_conditions(one, theirs[number])
+        while len(self._prepared) >= KEPT:
+            del self._prepared[next(iter(self._prepared))]
         self._prepared[numbers, outputs] = prepared
         self.state.refresh()
         self.state.require_real(set(prepared.partitioned[0].parameter_stages))
         return prepared, True
 
-    def _make(self, specialisations: Sequence[Any], outputs: bool) -> Prepared:
+    def _make(self, specialisations: Sequence[Specialisation], outputs: bool) -> Prepared:
         partitioned = tuple(self.compiler.partition(one, outputs=outputs) for one in specialisations)
         rank = None if self.virtual else self.layout.rank
         programs = self.compiler.lower(partitioned, outputs=outputs, rank=rank)
@@ -111,47 +118,9 @@ class Engine:
             return VirtualTransport(network)
         return ProcessTransport(self.layout.down, self.layout.up, range(self.layout.stages))
 
-    def _agree(
-        self,
-        specialisations: Sequence[Any],
-        prepared: Prepared | None,
-        added: Mapping[int, Sequence[Any]],
-        failure: Exception | None,
-    ) -> None:
-        """Compare what the ranks will communicate, share the conditions their compilers added, report failures."""
-        if self.layout.side is None or self.virtual:
-            return
-        text = "" if prepared is None else _wire_text(prepared)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        mine = (digest, dict(added), None if failure is None else f"{type(failure).__name__}: {failure}")
-        everyone: list[Any] = [None] * self.layout.stages
-        dist.all_gather_object(everyone, mine, group=self.layout.side)
-        for rank, (_, _, error) in enumerate(everyone):
-            if error is not None and failure is None:
-                raise RankFailure(f"rank {rank} could not prepare the step", where=f"rank {rank}", got=error)
-        if failure is not None:
-            return
-        if len({digest for digest, _, _ in everyone}) > 1:
-            texts: list[Any] = [None] * self.layout.stages
-            dist.all_gather_object(texts, text, group=self.layout.side)
-            other = next(i for i, one in enumerate(everyone) if one[0] != digest)
-            lines = zip(text.splitlines(), texts[other].splitlines(), strict=False)
-            mine_line, theirs = next(((a, b) for a, b in lines if a != b), ("(shorter)", "(longer)"))
-            raise AgreementError(
-                "the ranks would not communicate the same values",
-                where=f"ranks {self.layout.rank} and {other}",
-                expected=f"{mine_line.strip()} (rank {self.layout.rank})",
-                got=f"{theirs.strip()} (rank {other})",
-                do="give every rank the same model, loss function, plan and microbatches",
-            )
-        for one in {one.number: one for one in specialisations}.values():
-            for _, theirs_added, _ in everyone:
-                if theirs_added.get(one.number):
-                    self.compiler.add_conditions(one, theirs_added[one.number])
-
     def run(self, bound: Sequence[Bound], outputs: str = "none", loss_scale: float = 1.0) -> Ran:
         """One step over microbatches that `prepare` was called for. Writes to nothing of the model."""
-        prepared, _ = self.prepare(bound, outputs != "none")
+        prepared, _ = self.prepare([one.specialisation for one in bound], outputs != "none")
         counts = self._count(bound, prepared)
         inputs = self._inputs(bound, prepared, counts, loss_scale)
         for executor in prepared.executors:
@@ -193,7 +162,8 @@ class Engine:
         joints = {id(cut.joint): cut.joint for cut in prepared.partitioned}.values()
         wants_seed = any(role.Seed() in joint.program.inputs for joint in joints)
         seeds = step_seeds(len(bound)) if wants_seed else [None] * len(bound)
-        captured = {name: source.read() for joint in joints for name, source in joint.captured.items()}
+        specialisations = {one.specialisation.number: one.specialisation for one in bound}.values()
+        captured = {name: value for one in specialisations for name, value in one.read_captured().items()}
         return StepInputs(
             microbatches=[one.inputs(seed) for one, seed in zip(bound, seeds, strict=True)],
             parameters=self.state.parameters(),
@@ -229,7 +199,9 @@ class Engine:
         kept = None
         if outputs != "none":
             group = None if self.virtual or outputs == "local" else self.layout.closing
-            kept, sent = collect_outputs(prepared.partitioned, [one.sizes for one in bound], results, self.layout, group)
+            kept, sent = collect_outputs(
+                prepared.partitioned, [one.sizes for one in bound], results, self.layout, group
+            )
             collectives += sent
         gradients: dict[str, torch.Tensor] = {}
         buffers: dict[str, torch.Tensor] = {}
@@ -238,9 +210,7 @@ class Engine:
                 gradients = {**own, **gradients}  # shared ones are equal on all their stages
             buffers |= result.buffers
         return Ran(
-            StepResult(
-                closed.loss, closed.losses, counts.tokens, closed.metrics, closed.microbatch_losses, kept
-            ),
+            StepResult(closed.loss, closed.losses, counts.tokens, closed.metrics, closed.microbatch_losses, kept),
             gradients,
             buffers,
             sum(result.messages for result in results),
@@ -250,15 +220,49 @@ class Engine:
 
 
 def bind(
-    dispatcher: Dispatcher, engine: Engine, batches: Sequence[Any], *, training: bool = True, outputs: bool = False
+    dispatcher: Dispatcher,
+    engine: Engine,
+    microbatches: Iterable[Any],
+    *,
+    training: bool = True,
+    outputs: str = "none",
+    loss_scale: float = 1.0,
 ) -> list[Bound]:
-    """Select specialisations and prepare them; again as long as compiling adds conditions that a microbatch breaks."""
+    """Select specialisations and prepare them; again as long as compiling adds conditions that a microbatch breaks.
+
+    What cannot be bound leaves no specialisation behind, on any rank.
+    """
+    batches: list[Any] | None = None
     for _ in range(engine.compiler.plan.max_programs + 1):
-        bound = dispatcher.select(batches, training)
-        _, is_new = engine.prepare(bound, outputs)
+        before, told = len(engine.compiler.specialisations), False
+        try:
+            batches = as_microbatches(microbatches) if batches is None else batches
+            bound = dispatcher.select(batches, training)
+            told = True
+            engine.agreement.compare_step(*_facts(bound, training, outputs, loss_scale))
+        except Exception as error:
+            dispatcher.forget(before)
+            if not told:
+                engine.agreement.compare_step(0, failure=error)
+            raise
+        if dispatcher.state is not engine.followed:  # the model was read anew: modules may have been replaced
+            engine.state.refresh()
+            engine.followed = dispatcher.state
+        _, is_new = engine.prepare([one.specialisation for one in bound], outputs != "none")
         if not is_new or all(one.specialisation.joint.sizes.accepts(one.sizes, one.leaves) for one in bound):
             return bound
     raise StepError("compiling keeps adding conditions that the microbatches do not meet")
+
+
+def _facts(bound: Sequence[Bound], training: bool, outputs: str, loss_scale: float) -> tuple[Hashable, str]:
+    """What all ranks of a pipeline must have in common in a step: as numbers, and in words."""
+    each = tuple((one.specialisation.number, *one.sizes.values()) for one in bound)
+    lines = [
+        f"a {'training' if training else 'evaluation'} step of {len(bound)} microbatches",
+        f"outputs={outputs!r}, loss_scale={loss_scale}",
+        *(f"microbatch {i}: specialisation {n}, sizes {sizes}" for i, (n, *sizes) in enumerate(each)),
+    ]
+    return (training, len(outputs), loss_scale, each), "\n".join(lines)
 
 
 def _wire_text(prepared: Prepared) -> str:
@@ -272,5 +276,5 @@ def _wire_text(prepared: Prepared) -> str:
                     f"specialisation {number}: {boundary.source}>{boundary.target} {value.name} {value.dtype} [{shape}]"
                 )
         lines += [f"losses {cut.joint.losses}", f"metrics {cut.joint.metrics}"]
-        lines += [f"{name}: stages {stages}" for name, stages in cut.parameter_stages.items() if len(stages) > 1]
+        lines += [f"parameter {name}: stages {stages}" for name, stages in cut.parameter_stages.items()]
     return "\n".join(lines)

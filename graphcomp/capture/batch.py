@@ -61,7 +61,7 @@ def describe(batch: Any) -> tuple[BatchSpec, dict[str, torch.Tensor]]:
                     f"the batch tensor {path} requires a gradient, which a compiled step does not compute",
                     do="detach it, or make it a parameter of the model",
                 )
-            tensors[path] = leaf
+            tensors[path] = leaf.contiguous()
         else:
             static[position] = leaf
     return BatchSpec(tree, tuple(paths), static), tensors

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 
 from graphcomp.capture.labels import Labels, error_line
-from graphcomp.compat.operators import OpOverload
 from graphcomp.compat.symbols import DATA_DEPENDENT
 from graphcomp.compat.tracing import has_gradient_hooks
 from graphcomp.errors import CaptureError, StateError
 from graphcomp.ir import meta
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
+from graphcomp.ir.randomness import draws
 
 
 def check_hooks(model: nn.Module) -> None:
@@ -29,16 +28,11 @@ def check_hooks(model: nn.Module) -> None:
             )
 
 
-def is_random(target: object) -> bool:
-    """Whether an operation draws from a random generator."""
-    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
-
-
 def check_random_recompute(program: Program) -> None:
     """Refuse a random operation that runs a second time in backward: it would draw other numbers."""
     for node in program.calls():
         at = meta.note(node)
-        if at.phase is Phase.BACKWARD and is_random(node.target):
+        if at.phase is Phase.BACKWARD and draws(node):
             raise CaptureError(
                 "a random operation is run again in backward and would draw other numbers than in forward",
                 where=f"module '{at.module}' {at.source or ''}",
