@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from graphcomp.compiler import GraphCompiler
+from graphcomp.compiler import GraphCompiler, Specialisation
 from graphcomp.dispatch import Bound, Dispatcher
 from graphcomp.engine import Engine, Prepared, bind
-from graphcomp.errors import BatchError, PlanError, StepError
+from graphcomp.errors import PlanError, StepError
 from graphcomp.plan import Plan
 from graphcomp.runtime.layout import Layout, check_layout, make_layout
 from graphcomp.runtime.result import StepResult
@@ -49,7 +49,7 @@ class CompiledStep:
         self.stats = Stats()
         self._dispatcher = Dispatcher(self.compiler, layout.device)
         self._engine = Engine(self.compiler, layout)
-        self.latest: list[Bound] = []
+        self.latest: list[Specialisation] = []
 
     def compile(self, example: Any) -> None:
         """Capture and compile for microbatches like `example`, without running a step. All ranks must call it."""
@@ -119,8 +119,7 @@ class CompiledStep:
     def _run(self, microbatches: Iterable[Any], outputs: str, loss_scale: float, *, training: bool) -> StepResult:
         if outputs not in _OUTPUTS:
             raise PlanError(f"unknown outputs={outputs!r}", expected=", ".join(map(repr, _OUTPUTS)))
-        batches = as_microbatches(microbatches)
-        bound = self._bind(batches, training=training, outputs=outputs != "none")
+        bound = self._bind(microbatches, outputs, loss_scale, training=training)
         ran = self._engine.run(bound, outputs, loss_scale)
         if training:
             self._engine.state.commit(ran.gradients, ran.buffers)
@@ -129,11 +128,15 @@ class CompiledStep:
         stats.messages, stats.bytes_sent, stats.collectives = ran.messages, ran.bytes_sent, ran.collectives
         return ran.result
 
-    def _bind(self, batches: Sequence[Any], *, training: bool, outputs: bool = False) -> list[Bound]:
-        bound = bind(self._dispatcher, self._engine, batches, training=training, outputs=outputs)
+    def _bind(
+        self, microbatches: Iterable[Any], outputs: str = "none", loss_scale: float = 1.0, *, training: bool
+    ) -> list[Bound]:
+        bound = bind(
+            self._dispatcher, self._engine, microbatches, training=training, outputs=outputs, loss_scale=loss_scale
+        )
         self.stats.traces, self.stats.programs = self.compiler.traces, self.compiler.backend.programs
         if training:
-            self.latest = bound
+            self.latest = [one.specialisation for one in bound]
         return bound
 
     def _compiled(self) -> Prepared:
@@ -158,8 +161,9 @@ def compile_train_step(
         `mean_loss`, a scalar), a dict of losses by name, or (losses, metrics). None: the model's output has `.loss`.
     plan: what to compile for; None: this process alone, one stage, Inductor.
 
-    The model is captured at the first call, or at `step.compile(example)`; it stays the user's own object. With a mesh, all
-    of its ranks must call this. Raises PlanError, without any effect, if the plan does not fit this process or model.
+    The model is captured at the first call, or at `step.compile(example)`; it stays the user's own object. With a
+    mesh, all of its ranks must call this. Raises PlanError, without any effect, if the plan does not fit this process
+    or model.
     """
     plan = plan or Plan()
     check_layout(plan)
@@ -170,21 +174,6 @@ def compile_train_step(
             do="call requires_grad_() on what is to be trained",
         )
     return CompiledStep(model, loss_fn, plan, make_layout(plan, model))
-
-
-def as_microbatches(microbatches: Iterable[Any]) -> list[Any]:
-    """The microbatches as a list. Raises BatchError for a single batch, or none, in their place."""
-    wrong = isinstance(microbatches, (Mapping, torch.Tensor, tuple, str)) or not isinstance(microbatches, Iterable)
-    if wrong:
-        raise BatchError(
-            "a step takes a list of microbatches, not one batch",
-            got=type(microbatches).__name__,
-            do="put the batch into a list: step([batch])",
-        )
-    found = list(microbatches)
-    if not found:
-        raise BatchError("a step was given no microbatch", expected="a list of at least one", got="[]")
-    return found
 
 
 @contextlib.contextmanager

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphcomp.capture import Joint
+from graphcomp.capture.batch import describe
 from graphcomp.compat.dispatch import Watch
-from graphcomp.dispatch import Bound
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.interp import trace_values
@@ -19,19 +20,20 @@ from graphcomp.testing.reference import eager_losses, untouched
 
 
 def first_node_that_differs(
-    model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, batch: Any, bound: Bound, limit: float
+    model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, batch: Any, joint: Joint, limit: float
 ) -> str:
     """Run one microbatch operation by operation, eager and by the joint program; the first difference in words.
 
     Operations are matched by name, in order. limit: largest relative difference that counts as equal.
     """
     with untouched(model):
-        joint = bound.specialisation.joint
         eager, counts = _eager(model, loss_fn, batch)
-        inputs = _inputs(model, bound, counts)
+        inputs = _inputs(model, joint, batch, counts)
         with torch.no_grad():
             found = [(node, value) for node, value in trace_values(joint.program, inputs) if _is_call(node)]
-    matcher = SequenceMatcher(None, [name for name, _ in eager], [str(node.target) for node, _ in found], autojunk=False)
+    matcher = SequenceMatcher(
+        None, [name for name, _ in eager], [str(node.target) for node, _ in found], autojunk=False
+    )
     for block in matcher.get_matching_blocks():
         for offset in range(block.size):
             node, value = found[block.b + offset]
@@ -61,17 +63,18 @@ def _eager(model: nn.Module, loss_fn: Any, batch: Any) -> tuple[list[tuple[str, 
     return seen, counts
 
 
-def _inputs(model: nn.Module, bound: Bound, counts: dict[str, torch.Tensor]) -> dict[role.Role, Any]:
-    joint = bound.specialisation.joint
+def _inputs(model: nn.Module, joint: Joint, batch: Any, counts: dict[str, torch.Tensor]) -> dict[role.Role, Any]:
+    _, leaves = describe(batch)
+    sizes = joint.sizes.bind(leaves)
     state: dict[role.Role, Any] = {role.Param(name): value for name, value in model.named_parameters()}
     state |= {role.Buffer(name): value for name, value in model.named_buffers()}
     found: dict[role.Role, Any] = {}
     for what, node in joint.program.input_nodes():
         match what:
             case role.BatchLeaf(path):
-                found[what] = bound.leaves[path]
+                found[what] = leaves[path]
             case role.Size(symbol):
-                found[what] = bound.sizes[symbol]
+                found[what] = sizes[symbol]
             case role.Constant(name):
                 found[what] = joint.program.constants[name]
             case role.Captured(name):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphcomp.capture import Joint
 from graphcomp.compiler import GraphCompiler
-from graphcomp.dispatch import Bound
 from graphcomp.errors import ParityError, StepError
 from graphcomp.ir import signature as role
 from graphcomp.plan import Plan
@@ -66,8 +66,8 @@ def check_parity(
 ) -> ParityTable:
     """Compare one step under `plan` with eager PyTorch: loss, every metric, every gradient by name, every buffer.
 
-    With a mesh, every rank calls this with the same microbatches, and each compares what it owns; without one, all stages
-    run in this process. step: an already compiled step to compare, in the place of a new one.
+    With a mesh, every rank calls this with the same microbatches, and each compares what it owns; without one, all
+    stages run in this process. step: an already compiled step to compare, in the place of a new one.
     tolerance: largest relative difference; None: by the parameters' dtype (1e-9 in fp64, 1e-5 in fp32).
 
     The model is left as it was. Raises ParityError with the first difference and the first graph node that differs.
@@ -78,7 +78,7 @@ def check_parity(
     limit = tolerance if tolerance is not None else max(TOLERANCE.get(dtype, 1e-5) for dtype in dtypes)
     eager = run_eager(model, loss_fn, microbatches)
     with untouched(model):
-        result, gradients, compiler, bound = _run(model, loss_fn, microbatches, plan, step)
+        result, gradients, compiler, joint = _run(model, loss_fn, microbatches, plan, step)
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     joints = [one.joint for one in compiler.specialisations]
     if compiler.is_cut and any(role.Seed() in joint.program.inputs for joint in joints):
@@ -91,7 +91,7 @@ def check_parity(
     if bad is not None:
         raise ParityError(
             f"{bad.kind} '{bad.name}' differs from eager PyTorch",
-            where=first_node_that_differs(model, loss_fn, microbatches[0], bound[0], limit),
+            where=first_node_that_differs(model, loss_fn, microbatches[0], joint, limit),
             expected=f"a relative difference of at most {limit:.0e}",
             got=f"{bad.relative:.2e} relative, {bad.absolute:.2e} absolute",
             do="run with Plan(backend='eager') to see whether the difference comes from the compiler backend",
@@ -101,16 +101,16 @@ def check_parity(
 
 def _run(
     model: nn.Module, loss_fn: Any, microbatches: Sequence[Any], plan: Plan, step: CompiledStep | None
-) -> tuple[StepResult, dict[str, torch.Tensor | None], GraphCompiler, list[Bound]]:
+) -> tuple[StepResult, dict[str, torch.Tensor | None], GraphCompiler, Joint]:
     if plan.mesh is None and step is None:
         virtual = VirtualStep(model, loss_fn, plan=plan)
         ran = virtual.run(microbatches)
-        trainable = [name for name, p in model.named_parameters() if p.requires_grad]
-        return ran.result, {name: ran.gradients.get(name) for name in trainable}, virtual.compiler, virtual.latest
+        virtual_gradients = {n: ran.gradients.get(n) for n, p in model.named_parameters() if p.requires_grad}
+        return ran.result, virtual_gradients, virtual.compiler, virtual.latest[0].specialisation.joint
     step = step or compile_train_step(model, loss_fn, plan=plan)
     result = step(microbatches)
     gradients = {n: p.grad for n, p in step.named_parameters() if p.requires_grad}
-    return result, gradients, step.compiler, step.latest
+    return result, gradients, step.compiler, step.latest[0].joint
 
 
 def _written(buffers: dict[str, torch.Tensor], compiler: GraphCompiler) -> dict[str, torch.Tensor]:
@@ -127,7 +127,9 @@ def _written(buffers: dict[str, torch.Tensor], compiler: GraphCompiler) -> dict[
     return {name: value for name, value in buffers.items() if name in names}
 
 
-def _rows(eager: Reference, result: StepResult, gradients: Mapping[str, Any], buffers: dict[str, torch.Tensor]) -> list[Row]:
+def _rows(
+    eager: Reference, result: StepResult, gradients: Mapping[str, Any], buffers: dict[str, torch.Tensor]
+) -> list[Row]:
     rows = [_row("loss", "loss", eager.loss, result.loss)]
     rows += [_row("loss", name, eager.losses[name], result.losses.get(name)) for name in eager.losses if name != "loss"]
     rows += [_row("metric", name, eager.metrics[name], result.metrics.get(name)) for name in eager.metrics]

@@ -44,9 +44,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def run_eager(
-    model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, microbatches: Sequence[Any]
-) -> Reference:
+def run_eager(model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, microbatches: Sequence[Any]) -> Reference:
     """The step's loss, metrics, gradients and buffers in eager mode: two loops, as the denominators come first.
 
     The model is left as it was.
@@ -55,7 +53,9 @@ def run_eager(
         state = torch.get_rng_state()
         before = [buffer.detach().clone() for buffer in model.buffers()]
         with torch.no_grad():
-            counts = _denominators([eager_losses(model, loss_fn, batch)[0] for batch in microbatches], len(microbatches))
+            counts = _denominators(
+                [eager_losses(model, loss_fn, batch)[0] for batch in microbatches], len(microbatches)
+            )
             for buffer, old in zip(model.buffers(), before, strict=True):
                 buffer.copy_(old)
         torch.set_rng_state(state)

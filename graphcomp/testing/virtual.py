@@ -15,7 +15,6 @@ from graphcomp.engine import Engine, Ran, bind
 from graphcomp.plan import Plan
 from graphcomp.runtime.layout import Layout, make_layout
 from graphcomp.runtime.result import StepResult
-from graphcomp.step import as_microbatches
 
 
 class VirtualStep:
@@ -34,7 +33,7 @@ class VirtualStep:
 
     def run(self, microbatches: Sequence[Any], outputs: str = "none", *, loss_scale: float = 1.0) -> Ran:
         """One step. Buffers are written as a step does, `.grad` is not; gradients are in the result."""
-        self.latest = bind(self._dispatcher, self._engine, as_microbatches(microbatches), outputs=outputs != "none")
+        self.latest = bind(self._dispatcher, self._engine, microbatches, outputs=outputs)
         ran = self._engine.run(self.latest, outputs, loss_scale)
         self._engine.state.commit({}, ran.buffers)
         return ran
