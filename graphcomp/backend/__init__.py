@@ -21,7 +21,5 @@ def get(name: str, listener: Listener | None = None) -> Backend:
     listener: told when a compile starts and ends. Raises PlanError for a name that does not exist.
     """
     if name not in BACKENDS:
-        raise PlanError(
-            f"there is no backend '{name}'", expected=" or ".join(map(repr, BACKENDS)), got=repr(name)
-        )
+        raise PlanError(f"there is no backend '{name}'", expected=" or ".join(map(repr, BACKENDS)), got=repr(name))
     return BACKENDS[name](listener)

@@ -46,7 +46,7 @@ def compile_graph(module: GraphModule, inputs: Sequence[Any], mode: FakeTensorMo
         output.meta["user_visible_output_idxs"] = visible
         # A choice between two codes that are both right must not become a condition: the C++ backend asks whether a
         # sum has more than 4096 terms, to add them up in another order.
-        with symbol_config.patch(backed_size_oblivious=True):
+        with symbol_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
             compiled: Any = compile_fx_inner(module, list(inputs), is_inference=True)
     # Below the wrapper that serves the autotuner's cache and the profiler, which costs as much as a small
     # kernel.

@@ -31,9 +31,7 @@ def reference(weight: torch.Tensor, x: torch.Tensor) -> list[Any]:
 
 
 @pytest.mark.parametrize("rows", samples.ROWS)
-def test_one_program_equals_pytorch_at_every_length(
-    made: tuple[backend.Backend, backend.Compiled], rows: int
-) -> None:
+def test_one_program_equals_pytorch_at_every_length(made: tuple[backend.Backend, backend.Compiled], rows: int) -> None:
     chosen, compiled = made
     inputs = samples.forward_inputs(rows)
     got = compiled.call(list(inputs))
