@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphcomp import losses as loss_rules
 from graphcomp.capture.batch import BatchSpec, arguments, describe, plain
-from graphcomp.capture.joint import Joint, LossSpec, MetricSpec
+from graphcomp.capture.joint import Joint, LossSpec, MetricSpec, Opaque
 from graphcomp.capture.labels import Labels, role_of, sequence_of
 from graphcomp.capture.refuse import check_hooks, check_random_recompute, explained
 from graphcomp.capture.state import Captured, Reachable, State, unchanged_model
@@ -35,6 +36,7 @@ from graphcomp.ir.normalize import lift_sizes
 from graphcomp.ir.program import Level, Program
 from graphcomp.ir.sizes import Sizes
 
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 LossFunction = Callable[[Any, Any], Any]
 
 
@@ -145,12 +147,13 @@ def _run(
         results.add(role.BufferUpdate(name), buffer)
     pairs, results.output_tree = tree_flatten_with_path(plain(output) if type(output) is dict else output)
     for keys, leaf in pairs:
+        path = path_text(keys, "output")
         if isinstance(leaf, torch.Tensor):
-            path = path_text(keys, "output")
             results.output_leaves.append(role.Output(path))
             results.add(role.Output(path), leaf)
         else:
-            results.output_leaves.append(leaf)
+            # An object of another kind may hold tensors of the trace, which must not outlive it.
+            results.output_leaves.append(leaf if isinstance(leaf, _PLAIN) else Opaque(path, type(leaf).__name__))
     return objective
 
 

@@ -30,6 +30,14 @@ class MetricSpec:
 
 
 @dataclass(frozen=True)
+class Opaque:
+    """A part of the model's output that is neither a tensor, nor a plain value, nor a registered container."""
+
+    path: str
+    kind: str
+
+
+@dataclass(frozen=True)
 class Joint:
     """The captured training step of one microbatch.
 
@@ -39,7 +47,7 @@ class Joint:
     sizes: the symbols, where in the microbatch each is read, and the conditions the trace relied on.
     captured: where the live tensors behind `Captured` inputs are read, by name.
     output_tree: pytree spec of the model's output.
-    output_leaves: one entry a leaf: the `Output` role of a tensor, or the plain value itself.
+    output_leaves: one entry a leaf: the `Output` role of a tensor, a plain value itself, or `Opaque`.
     seconds: what the capture took.
     """
 
