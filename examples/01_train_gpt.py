@@ -122,7 +122,7 @@ def main() -> int:
                 console.print(f"step {number:4d}   {line}")
 
     folder = Path("runs") / f"train_gpt_{dist.get_world_size()}_stages"
-    step.dump(folder / f"rank_{dist.get_rank()}")
+    step.dump(folder)
     start, end = sum(losses[:3]) / len(losses[:3]), sum(losses[-5:]) / len(losses[-5:])
     learned = end < 0.8 * start
     console.print(table)

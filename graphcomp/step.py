@@ -110,10 +110,15 @@ class CompiledStep:
         return explain(prepared.partitioned[-1], self.plan, microbatches=len(self.latest))
 
     def dump(self, folder: str | Path) -> list[Path]:
-        """Write every program, in order, as text; returns the files."""
+        """Write every program, in order, as text; returns the files.
+
+        With several ranks each writes into its own folder below, `rank_0`, `rank_1`, ...
+        """
         from graphcomp.inspect import dump_step
 
         prepared = self._compiled()
+        if self.layout.stages > 1:
+            folder = Path(folder) / f"rank_{self.layout.rank}"
         return dump_step(folder, self.compiler, prepared.programs, self.explain())
 
     def _run(self, microbatches: Iterable[Any], outputs: str, loss_scale: float, *, training: bool) -> StepResult:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from graphcomp.capture.joint import Joint
+from graphcomp.capture.joint import Joint, Opaque
 from graphcomp.compat.pytree import tree_unflatten
+from graphcomp.errors import StepError
 from graphcomp.ir.signature import Output
 
 
@@ -33,9 +34,18 @@ class StepResult:
 
 
 def rebuild_output(joint: Joint, tensors: Mapping[str, torch.Tensor | None]) -> Any:
-    """The model's own output for one microbatch, from its tensors by path; None where a tensor is not
-    given.
+    """The model's own output for one microbatch, from its tensors by path; None where a tensor is not given.
+
+    Raises StepError if a part of the output is of a kind that cannot be rebuilt.
     """
+    opaque = next((leaf for leaf in joint.output_leaves if isinstance(leaf, Opaque)), None)
+    if opaque is not None:
+        raise StepError(
+            f"the model's output cannot be returned: it holds a {opaque.kind}",
+            where=f"output {opaque.path}",
+            expected="tensors, plain values, and containers that are registered as pytrees",
+            do="let the model leave it out (for a cache: use_cache=False), or register its type as a pytree",
+        )
     if joint.output_tree is None:
         return None
     leaves = [tensors.get(leaf.path) if isinstance(leaf, Output) else leaf for leaf in joint.output_leaves]
