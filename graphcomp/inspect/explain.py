@@ -29,19 +29,13 @@ def _lines(cut: Partitioned, plan: Plan, microbatches: int) -> Iterator[str]:
     symbols = spelling.Symbols(cut.joint.program)
     stages = [_StageFacts(stage, cut) for stage in cut.stages]
     schedule = build_schedule(cut, plan.schedule, microbatches)
-    head = (
-        f"plan: {len(stages)} stage{'s' * (len(stages) > 1)}, schedule {plan.schedule}, parameters {plan.parameters}"
-    )
+    head = f"plan: {len(stages)} stage{'s' * (len(stages) > 1)}, schedule {plan.schedule}, parameters {plan.parameters}"
     yield f"{head}, backend {plan.backend}"
     yield "estimates at the sizes of the example microbatch"
     yield from ("", "stages")
     total = sum(facts.flops for facts in stages) or 1
     rows: list[tuple[object, ...]] = [("", "parameters", "bytes", "FLOPs", "share", "saved", "bytes")]
-    rows += [
-        (f"stage {f.stage.index}", count(f.parameters), size(f.parameter_bytes), count(f.flops))
-        + (f"{100 * f.flops / total:.1f} %", f.saved, size(f.saved_bytes))
-        for f in stages
-    ]
+    rows += [facts.row(total) for facts in stages]
     yield from columns(rows, right=range(1, 7))
     for facts in stages:
         yield from facts.describe()
@@ -85,6 +79,11 @@ class _StageFacts:
         self.fields = [_field(what.path) for what in inputs if isinstance(what, role.BatchLeaf)]
         self.buffers = [what.name for what in inputs if isinstance(what, role.Buffer)]
         self.updates = {what.name for what in stage.forward.outputs if isinstance(what, role.BufferUpdate)}
+
+    def row(self, total: int) -> tuple[object, ...]:
+        share = f"{100 * self.flops / total:.1f} %"
+        numbers = count(self.parameters), size(self.parameter_bytes), count(self.flops), share
+        return f"stage {self.stage.index}", *numbers, self.saved, size(self.saved_bytes)
 
     def describe(self) -> Iterator[str]:
         yield f"  stage {self.stage.index}"
@@ -163,10 +162,8 @@ def _predicted(stages: list[_StageFacts], schedule: Schedule) -> Iterator[str]:
         held = [facts for facts in stages if schedule.rank_of(facts.stage.index) == rank]
         parameters, gradients = sum(f.parameter_bytes for f in held), sum(f.gradient_bytes for f in held)
         memory = parameters + gradients + times.peak_bytes
-        rows.append(
-            (f"rank {rank}", f"{100 * times.bubble:.1f} %", times.peak_in_flight)
-            + (size(parameters), size(gradients), size(times.peak_bytes), size(memory))
-        )
+        sizes = map(size, (parameters, gradients, times.peak_bytes, memory))
+        rows.append((f"rank {rank}", f"{100 * times.bubble:.1f} %", times.peak_in_flight, *sizes))
     yield from columns(rows, right=range(1, 7))
 
 

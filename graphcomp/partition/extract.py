@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import sympy
+import torch
 from torch.fx import Graph, Node
 
-from graphcomp.ir import meta
+from graphcomp.ir import meta, spelling
 from graphcomp.ir.program import Level, Program
-from graphcomp.ir.signature import Constant, Role
+from graphcomp.ir.signature import Constant, Role, Size
 
 
 def extract(
@@ -42,6 +44,9 @@ def extract(
     for node, what in ambient.items():
         if node in needed:
             place_input(node, what)
+    for symbol, number in _missing_sizes(needed, given, ambient).items():
+        meta.set_value(graph.placeholder(symbol), number)
+        inputs.append(Size(symbol))
     for node, what in given.items():
         place_input(node, what)
     for node in joint.graph.nodes:
@@ -52,6 +57,31 @@ def extract(
     return Program(
         name, level, graph, tuple(inputs), tuple(what for what, _ in results), joint.fake_mode, constants
     )
+
+
+def _missing_sizes(
+    needed: set[Node], given: Mapping[Node, Role], ambient: Mapping[Node, Role]
+) -> dict[str, torch.SymInt]:
+    """The sizes that values of a program are made of and that none of its inputs shows, by symbol.
+
+    Such as the length of a batch field of another stage, of which only a function (after a convolution) arrives.
+    """
+    values = (meta.value(node) for node in (*needed, *given))
+    used = {str(symbol) for value in values for symbol in spelling.free_symbols(value)}
+    missing = sorted(used - _shown([*(needed & ambient.keys()), *given]).keys())
+    everywhere = _shown(ambient) if missing else {}
+    return {symbol: everywhere[symbol] for symbol in missing if symbol in everywhere}
+
+
+def _shown(inputs: Iterable[Node]) -> dict[str, torch.SymInt]:
+    """The symbols that are inputs themselves or a dimension of one, with their values."""
+    found: dict[str, torch.SymInt] = {}
+    for node in inputs:
+        value = meta.value(node)
+        for number in value.shape if isinstance(value, torch.Tensor) else (value,):
+            if isinstance(number, torch.SymInt) and isinstance(spelling.expression(number), sympy.Symbol):
+                found.setdefault(str(spelling.expression(number)), number)
+    return found
 
 
 def _needed(

@@ -17,11 +17,12 @@ from graphcomp.ir.signature import Role
 from graphcomp.partition.balance import balanced_cuts
 from graphcomp.partition.cuts import named_cuts, owned_forward
 from graphcomp.partition.extract import extract
+from graphcomp.partition.layouts import arrive_dense, turn_crossing
 from graphcomp.partition.place import Slot, place, split_gradient_sums
 from graphcomp.partition.prologue import build_prologue
 from graphcomp.partition.routes import Routes, needs, route
 from graphcomp.partition.stages import Boundary, Carried, Partitioned, Stage
-from graphcomp.partition.traits import order_of, replicable_nodes
+from graphcomp.partition.traits import is_alias, order_of, replicable_nodes
 
 Result = tuple[Role, Node | None]
 
@@ -66,11 +67,11 @@ class _Cutter:
 
     def cut(self) -> Partitioned:
         self._assign_results()
-        live = self._live_members()
-        for node in self.program.calls():
-            if node in live:
-                self.members.setdefault(self.slots[node], []).append(node)
         routes = self._route()
+        crossing = {node for table in (routes.down, routes.up) for nodes in table.values() for node in nodes}
+        if turn_crossing(self.program, sorted(crossing, key=self.order.__getitem__), self.slots, self.replicable):
+            self.order = order_of(self.program.graph)
+            routes = self._route()
         stages = tuple(self._stage(index, routes) for index in range(self.stages))
         return Partitioned(
             joint=self.joint,
@@ -122,6 +123,11 @@ class _Cutter:
         return {node for node in live if node in self.slots}
 
     def _route(self) -> Routes:
+        live = self._live_members()
+        self.members = {}
+        for node in self.program.calls():
+            if node in live:
+                self.members.setdefault(self.slots[node], []).append(node)
         targets: dict[Node, set[Slot]] = {}
         copied = {stage: self._copied(Slot(False, stage)) for stage in range(self.stages)}
         for slot, members in self.members.items():
@@ -191,13 +197,13 @@ class _Cutter:
         stage = slots[0].stage
 
         def computes(node: Node) -> bool:
-            if node in self.replicable:
+            if node in self.replicable or is_alias(node):
                 return True
             own = self.slots[node]
             # Views of a saved base are shown again in backward.
             return own in slots or (own == Slot(False, stage) and slots[0].backward)
 
-        return extract(self.program, name, nodes, given, results, computes=computes)
+        return arrive_dense(extract(self.program, name, nodes, given, results, computes=computes))
 
     def _boundary(self, source: int, target: int, nodes: list[Node]) -> Boundary:
         return Boundary(source, target, tuple(self._carried(node) for node in nodes))

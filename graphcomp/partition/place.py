@@ -10,7 +10,6 @@ from torch.fx import Node
 from graphcomp.errors import StateError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
-from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
 
 

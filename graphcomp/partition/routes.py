@@ -1,7 +1,7 @@
 """Routes: how each value gets from the stage that makes it to those that need it.
 
-A microbatch passes the slots F0, F1, ..., F(n-1), B(n-1), ..., B0. A value may be kept on its stage (saved, from F(s) to
-B(s)) or handed to the neighbour in the next slot. Each hop sends it once, however many stages behind it need it.
+A microbatch passes the slots F0, F1, ..., F(n-1), B(n-1), ..., B0. A value may be kept on its stage (saved, from F(s)
+to B(s)) or handed to the neighbour in the next slot. Each hop sends it once, however many stages behind it need it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from graphcomp.compat.aliasing import viewed_argument
 from graphcomp.errors import PartitionError
 from graphcomp.ir import meta
 from graphcomp.partition.place import Slot
-from graphcomp.partition.traits import is_number, is_view
+from graphcomp.partition.traits import is_alias, is_number, is_view
 
 
 @dataclass
@@ -62,7 +62,9 @@ def needs(node: Node, slot: Slot, slots: Mapping[Node, Slot], replicable: set[No
 
 
 def _is_shown_again(node: Node, slots: Mapping[Node, Slot], slot: Slot) -> bool:
-    """Whether a backward had better repeat a view of its own forward than save it beside its base."""
+    """Whether a slot had better repeat a view than get it beside its base: an alias, or of its own forward."""
+    if is_alias(node):
+        return True
     own_forward = slot.backward and slots[node] == Slot(False, slot.stage)
     base = viewed_argument(node)
     return own_forward and is_view(node) and base is not None and isinstance(meta.value(base), torch.Tensor)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from graphcomp.capture.joint import Joint
-from graphcomp.ir.printer import print_program
 from graphcomp.ir.program import Program
 from graphcomp.ir.sizes import Expression
 from graphcomp.ir.spelling import Symbols, dtype
@@ -44,7 +43,8 @@ class Boundary:
 class Stage:
     """The programs of one stage; all signatures are subsets of the ambient inputs, Activation and Saved roles.
 
-    forward: outputs Activation(index, index+1, i) in order, then Saved(i) in order, then Loss, Metric, BufferUpdate, Output.
+    forward: outputs Activation(index, index+1, i) in order, then Saved(i) in order, then Loss, Metric, BufferUpdate,
+        Output.
     backward: inputs with Saved(i) and Activation(index+1, index, i); outputs Activation(index, index-1, i), then Grad.
         None where nothing in this stage or below needs a gradient.
     fused: both in one, without saved values, for when the schedule runs them back to back. The forward where there is
@@ -67,8 +67,8 @@ class Partitioned:
 
     prologue: the token counts of one microbatch from the batch alone: outputs Tokens; None with no token loss.
     forward_boundaries / backward_boundaries: by source stage; absent where nothing crosses.
-    parameter_stages: for every parameter, the stages that use it, ascending; more than one: gradients are summed over them
-        once a step.
+    parameter_stages: for every parameter, the stages that use it, ascending; more than one: gradients are summed over
+        them once a step.
     """
 
     joint: Joint
@@ -79,11 +79,7 @@ class Partitioned:
     parameter_stages: Mapping[str, tuple[int, ...]]
 
     def __str__(self) -> str:
-        """All programs as text: the prologue, then each stage's."""
-        programs = [self.prologue, *(p for one in self.stages for p in (one.forward, one.backward, one.fused))]
-        return "\n".join(print_program(program) for program in programs if program is not None)
-
-    def __str__(self) -> str:
+        """The prologue, each stage's programs, then the boundaries."""
         symbols = Symbols(self.joint.program)
         boundaries = [*self.forward_boundaries.values(), *self.backward_boundaries.values()]
         parts = [] if self.prologue is None else [str(self.prologue)]

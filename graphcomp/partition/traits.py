@@ -13,7 +13,7 @@ from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
 from graphcomp.partition.costs import flops
 
-# A value from the batch alone is computed again on each stage up to this share of the forward's work; above, it is sent.
+# A value from the batch alone is computed again on each stage up to this share of the forward's work, or else sent.
 CHEAP_SHARE = 0.02
 
 
@@ -29,6 +29,13 @@ def is_view(node: Node) -> bool:
         return False
     return node.target.overloadpacket not in _PARTIAL
 
+
+def is_alias(node: Node) -> bool:
+    """Whether a node is its argument under another name, strides and all."""
+    return isinstance(node.target, OpOverload) and node.target.overloadpacket in _SAME
+
+
+_SAME = {torch.ops.aten.detach, torch.ops.aten.alias}
 
 _PARTIAL = {
     torch.ops.aten.slice,

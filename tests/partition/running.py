@@ -1,4 +1,4 @@
-"""Runs the uncut joint program and its stage programs on the same inputs, one microbatch, all stages in this process."""
+"""Runs the uncut joint program and its stage programs on the same inputs: one microbatch, all in this process."""
 
 from __future__ import annotations
 
@@ -70,11 +70,10 @@ class Staged:
     messages: dict[Role, Any]
 
 
-def run_staged(cut: Partitioned, given: Values, *, fused: bool = False, views: bool = False) -> Staged:
+def run_staged(cut: Partitioned, given: Values, *, fused: bool = False) -> Staged:
     """All forwards, then all backwards. Gradients of several stages are added, the last stage's first.
 
-    fused: run the last stage's forward and backward as one. views: hand every message over as a non-contiguous view
-    of a larger tensor, as a stage must not rely on how it lies in memory.
+    fused: run the last stage's forward and backward as one. Messages arrive dense, as from a transport.
     """
     torch.manual_seed(SEED)
     ambient = dict(given)
@@ -89,7 +88,7 @@ def run_staged(cut: Partitioned, given: Values, *, fused: bool = False, views: b
                 kept[what] = value
             elif isinstance(what, role.Activation):
                 assert isinstance(value, torch.Tensor), what
-                messages[what] = _strided(value) if views else value.contiguous()
+                messages[what] = value.contiguous()
             elif isinstance(what, role.Grad) and results.get(what) is not None and value is not None:
                 results[what] = results[what] + value
             else:
@@ -114,12 +113,6 @@ def _run(program: Program, ambient: Values, messages: Values, saved: Values) -> 
     verify(program, "partition")
     assert all(isinstance(what, role.AMBIENT) or what in messages or what in saved for what in program.inputs)
     return interp.run(program, {**ambient, **messages, **saved})
-
-
-def _strided(value: torch.Tensor) -> torch.Tensor:
-    room = torch.empty((*value.shape, 2), dtype=value.dtype)
-    room[..., 0] = value
-    return room[..., 0]
 
 
 def check(
