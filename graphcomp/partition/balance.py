@@ -14,13 +14,13 @@ from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
-from graphcomp.partition.costs import flops, matrix_flops, size_bytes
+from graphcomp.partition.costs import matrix_flops, size_bytes, work
 from graphcomp.partition.traits import uses_parameter
 
 # What a byte that crosses costs each of its two stages, in FLOPs.
 FLOPS_PER_BYTE = 20
 # The imbalance that is tolerated for cheaper boundaries, and for cuts at higher modules.
-SLACK_FOR_BYTES, SLACK_FOR_MODULES = 1.25, 1.1
+SLACK_FOR_BYTES, SLACK_FOR_MODULES = 1.25, 1.03
 # The model is looked at in about this many pieces of equal work, which bounds the time of the search.
 PIECES = 240
 
@@ -33,7 +33,7 @@ def balanced_cuts(program: Program, forward: Sequence[Node], replicable: set[Nod
 
     The load of a stage is its work and a price for the bytes of its boundaries. First the smallest possible load of
     the largest stage is found; then, among the cuts within a quarter of it, those whose boundaries carry the fewest
-    bytes; among these, and within a tenth of the best of them, the cuts at the highest modules, then the evenest.
+    bytes; among these, and within 3 % of the best of them, the cuts at the highest modules, then the evenest.
     Raises PartitionError if there are more stages than operations with parameters or matrix products.
     """
     parameters = {node for what, node in program.input_nodes() if isinstance(what, role.Param)}
@@ -47,11 +47,11 @@ def balanced_cuts(program: Program, forward: Sequence[Node], replicable: set[Nod
         )
     if stages == 1:
         return []
-    work = list(accumulate(_work(program, forward), initial=0))
+    done = list(accumulate(_work(program, forward), initial=0))
     weights = list(accumulate(weighty, initial=0))
     crossing = crossing_bytes(forward, replicable)
-    ends = [0, *_candidates(forward, work, crossing, weights, stages), len(forward)]
-    points = [_Point(work[i], weights[i], crossing[i], depth(forward, i)) for i in ends]
+    ends = [0, *_candidates(forward, done, crossing, weights, stages), len(forward)]
+    points = [_Point(done[i], weights[i], crossing[i], depth(forward, i)) for i in ends]
     (least,), _ = _search(points, stages, math.inf, (0,), _largest)
     (_, least), _ = _search(points, stages, least * SLACK_FOR_BYTES, (0, 0), _bytes_then_largest)
     _, chosen = _search(points, stages, least * SLACK_FOR_MODULES, (0, 0, 0), _bytes_then_shallow_then_even)
@@ -73,15 +73,15 @@ class _Point:
 
 
 def _work(program: Program, forward: Sequence[Node]) -> list[int]:
-    """FLOPs of each forward node with those of its backward, which a frozen layer does not have."""
+    """The work of each forward node with that of its backward, which a frozen layer does not have."""
     backward: dict[int, int] = {}
     for node in program.calls():
         note = meta.note(node)
         if note.phase is Phase.BACKWARD and note.operation is not None:
-            backward[note.operation] = backward.get(note.operation, 0) + flops(node)
+            backward[note.operation] = backward.get(note.operation, 0) + work(node)
     operations = [meta.note(node).operation for node in forward]
     return [
-        flops(node) + (backward.get(number, 0) if number is not None else 0)
+        work(node) + (backward.get(number, 0) if number is not None else 0)
         for node, number in zip(forward, operations, strict=True)
     ]
 

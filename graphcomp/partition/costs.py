@@ -1,17 +1,39 @@
-"""Estimates: floating-point operations and bytes of graph nodes, at the sizes of the example microbatch."""
+"""Estimates: floating-point operations, bytes and work of graph nodes, at the sizes of the example microbatch.
+
+Work is time, in units of the time that a matrix product takes for one floating-point operation. Its two constants were
+measured with compiled stages of a GPT (width 256, 8 layers, vocabulary 4096, 2 x 256 tokens; one core, float32, minimum
+over repeats): a matrix product takes 1 ms per 95 MFLOP; a block and the head with its loss, each forward and backward,
+took 3220 and 4050 MFLOP's time, of which matrix products explain 2420 and 3220. Estimated are 3250 and 3850.
+"""
 
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
+from graphcomp.compat.aliasing import viewed_argument
 from graphcomp.compat.pytree import tree_map
+from graphcomp.compat.operators import OpOverload
 from graphcomp.compat.symbols import hint
 from graphcomp.ir import meta
+
+# What anything but a matrix product writes is bound by memory: FLOPs that a byte written stands for, once fused.
+WORK_PER_BYTE = 24
+# A fused attention kernel needs longer for a FLOP than a matrix product.
+WORK_PER_ATTENTION_FLOP = 1.25
+
+_aten = torch.ops.aten
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+    _aten._scaled_dot_product_fused_attention_overrideable: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_fused_attention_overrideable_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
 
 
 def elements(node: Node) -> int:
@@ -29,8 +51,8 @@ def size_bytes(node: Node) -> int:
 
 def matrix_flops(node: Node) -> int:
     """Floating-point operations of matrix products, convolutions and attention; 0 for everything else."""
-    packet = getattr(node.target, "_overloadpacket", None)
-    count = flop_registry.get(packet)
+    packet = _packet(node)
+    count = flop_registry.get(_ATTENTION.get(packet, packet))
     if node.op != "call_function" or count is None:
         return 0
 
@@ -49,3 +71,24 @@ def matrix_flops(node: Node) -> int:
 def flops(node: Node) -> int:
     """Estimated work: matrix products by their formula, anything else one operation an element."""
     return matrix_flops(node) or elements(node)
+
+
+def work(node: Node) -> int:
+    """Estimated time, in FLOPs of a matrix product: of what computes by its FLOPs, of all else by the bytes written."""
+    if node.target is operator.getitem or viewed_argument(node) is not None:
+        return 0
+    found = matrix_flops(node)
+    if not found:
+        return elements(node) * _itemsize(node) * WORK_PER_BYTE
+    is_attention = "attention" in str(node.target)
+    return int(found * WORK_PER_ATTENTION_FLOP) if is_attention else found
+
+
+def _itemsize(node: Node) -> int:
+    found = meta.value(node)
+    first = found[0] if isinstance(found, (tuple, list)) and found else found
+    return first.dtype.itemsize if isinstance(first, torch.Tensor) else 0
+
+
+def _packet(node: Node) -> Any:
+    return node.target.overloadpacket if isinstance(node.target, OpOverload) else None

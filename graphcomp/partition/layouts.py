@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
+from graphcomp.compat.pytree import tree_map
 from graphcomp.compat.symbols import hint
 from graphcomp.ir import meta
 from graphcomp.ir.program import Program
@@ -62,11 +62,15 @@ def arrive_dense(program: Program) -> Program:
             changed.add(node)
     for node in program.calls() if changed else []:
         if is_view(node) and changed & set(node.all_input_nodes) and callable(node.target):
-            args, kwargs = map_arg((node.args, node.kwargs), meta.value)
+            args, kwargs = tree_map(_known, node.args), tree_map(_known, node.kwargs)
             with program.fake_mode:
                 meta.set_value(node, node.target(*args, **kwargs))
             changed.add(node)
     return program
+
+
+def _known(argument: object) -> object:
+    return meta.value(argument) if isinstance(argument, Node) else argument
 
 
 def _is_message(what: Role) -> bool:

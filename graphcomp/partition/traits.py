@@ -11,7 +11,7 @@ from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
-from graphcomp.partition.costs import flops
+from graphcomp.partition.costs import work as work_of
 
 # A value from the batch alone is computed again on each stage up to this share of the forward's work, or else sent.
 CHEAP_SHARE = 0.02
@@ -72,7 +72,7 @@ def replicable_nodes(program: Program) -> set[Node]:
         fixed = (role.Param, role.LossScale, role.Denominator)
         if not isinstance(what, fixed) and not (isinstance(what, role.Buffer) and what.name in updated):
             from_batch[node] = 0
-    budget = CHEAP_SHARE * sum(flops(n) for n in program.calls() if meta.note(n).phase is Phase.FORWARD)
+    budget = CHEAP_SHARE * sum(work_of(n) for n in program.calls() if meta.note(n).phase is Phase.FORWARD)
     for node in program.calls():
         inputs = node.all_input_nodes
         if is_number(node) and all(map(is_number, inputs)):
@@ -88,7 +88,7 @@ def replicable_nodes(program: Program) -> set[Node]:
             and all(n in from_batch for n in inputs)
             and not is_impure(node)
         ):
-            work = flops(node) + sum(from_batch[n] for n in inputs)
+            work = work_of(node) + sum(from_batch[n] for n in inputs)
             if work <= budget:
                 from_batch[node] = work
                 found.add(node)
