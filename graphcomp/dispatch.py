@@ -42,6 +42,7 @@ class Dispatcher:
         self.compiler, self.device = compiler, device
         self.guard = ModelGuard(compiler.model, compiler.loss_fn, device)
         self._entries: dict[Hashable, _Entry] = {}
+        self._read: dict[Hashable, frozenset[str]] = {}
         self._last: tuple[Hashable, str] | None = None
         self.state: Hashable = None
 
@@ -62,28 +63,30 @@ class Dispatcher:
                 del self._entries[key]
 
     def _bind(self, batch: Any, state: Hashable, training: bool) -> Bound:
-        key, leaves = batch_key(batch)
-        entry = self._entries.get((state, training, key))
-        if entry is not None:
-            found = _serve(entry, leaves)
-            if found is not None:
-                return found
+        context = (state, training, _fields(batch))
+        key, leaves = batch_key(_reduced(batch, self._read.get(context)))
+        entry = self._entries.get((context, key))
+        found = None if entry is None else _serve(entry, leaves)
+        if found is not None:
+            return found
         self._check_room(batch, state)
-        if entry is None:
-            spec, tensors = describe(batch)
-            places = tuple((i, path) for i, path in enumerate(spec.paths) if path in tensors)
-            entry = _Entry(places)
-        self.compiler.capture(batch, training=training, device=self.device)
-        entry.specialisations.append(self.compiler.specialisations[-1])
-        self._entries[state, training, key] = entry
+        joint = self.compiler.capture(batch, training=training, device=self.device)
         self._last = (state, _sketch(batch))
+        if joint.read is not None:
+            # Programs captured before keep the key of what had been read until then; they are found no more
+            # if this grows, and captured once again: never is a field overlooked that some capture reads.
+            self._read[context] = self._read.get(context, frozenset()) | joint.read
+        reduced = _reduced(batch, self._read.get(context))
+        key, leaves = batch_key(reduced)
+        entry = self._entries.setdefault((context, key), _Entry(_places(reduced)))
+        entry.specialisations.append(self.compiler.specialisations[-1])
         found = _serve(entry, leaves)
         if found is None:
-            one = entry.specialisations[-1].joint.sizes
+            sizes = entry.specialisations[-1].joint.sizes
             tensors = {path: leaves[i] for i, path in entry.places}
             raise BatchError(
                 "a microbatch does not fit the program that was captured from it",
-                got="; ".join(one.differences(one.bind(tensors), tensors)),
+                got="; ".join(sizes.differences(sizes.bind(tensors), tensors)),
             )
         return found
 
@@ -100,6 +103,20 @@ class Dispatcher:
             expected="inputs and model state that one of the compiled programs serves",
             do=f"keep it fixed, pass it as a tensor, or raise Plan(max_programs=...); a capture took {seconds:.1f} s",
         )
+
+
+def _fields(batch: Any) -> Hashable:
+    return tuple(batch) if isinstance(batch, Mapping) else None
+
+
+def _reduced(batch: Any, read: frozenset[str] | None) -> Any:
+    """The batch without the fields that nobody reads."""
+    return batch if read is None else {name: value for name, value in batch.items() if name in read}
+
+
+def _places(batch: Any) -> tuple[tuple[int, str], ...]:
+    spec, tensors = describe(batch)
+    return tuple((i, path) for i, path in enumerate(spec.paths) if path in tensors)
 
 
 def _serve(entry: _Entry, leaves: Sequence[Any]) -> Bound | None:

@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphcomp import losses as loss_rules
 from graphcomp.capture.batch import BatchSpec, arguments, describe, plain
+from graphcomp.capture.fields import Fields
 from graphcomp.capture.joint import Joint, LossSpec, MetricSpec, Opaque
 from graphcomp.capture.labels import Labels, role_of, sequence_of
 from graphcomp.capture.refuse import check_hooks, check_random_recompute, explained
@@ -50,6 +51,7 @@ class _Results:
     metrics: list[MetricSpec] = field(default_factory=list)
     output_leaves: list[Any] = field(default_factory=list)
     output_tree: Any = None
+    read: frozenset[str] | None = None
 
     def add(self, what: role.Role, value: Any) -> None:
         self.roles.append(what)
@@ -102,6 +104,7 @@ def capture(
         captured=captured,
         output_tree=results.output_tree,
         output_leaves=tuple(results.output_leaves),
+        read=results.read,
         seconds=time.perf_counter() - began,
     )
 
@@ -118,6 +121,9 @@ def _run(
     """Forward and loss of one microbatch, as eager code, run once under the tracer; yields what is differentiated."""
     batch = spec.unflatten(leaves)
     positional, named = arguments(model, batch)
+    if type(batch) is dict and all(isinstance(name, str) for name in batch):
+        batch = Fields(batch)
+        batch.read.update(named)
     with swapped_state(model, state):
         output = model(*positional, **named)
         updated = {name: buffer for name, buffer in model.named_buffers() if buffer is not state[name]}
@@ -126,6 +132,8 @@ def _run(
             found, metrics = loss_rules.from_output(output)
         else:
             found, metrics = loss_rules.normalize(loss_fn(output, batch))
+    if isinstance(batch, Fields):
+        results.read = frozenset(batch.read)
     objective = None
     for name, loss in found.items():
         if isinstance(loss, loss_rules.TokenLoss):

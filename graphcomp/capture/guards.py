@@ -114,7 +114,7 @@ class _Snapshot:
     def look(self) -> list[list[Any]]:
         """What can change in a parameter that stays the same object.
 
-        Shape, stride, dtype and device change only with new memory (`p.data = ...`), and its address is quick to read.
+        Dtype and device change only with new memory (`p.data = ...`), and its address is quick to read.
         """
         return [list(map(read, self.tensors)) for read in _LOOKS]
 
@@ -124,6 +124,8 @@ _LOOKS = (
     internals.hooks_of,
     internals.accumulate_hooks_of,
     torch.Tensor.data_ptr,
+    torch.Tensor.size,
+    torch.Tensor.stride,
 )
 
 

@@ -48,6 +48,7 @@ class Joint:
     captured: where the live tensors behind `Captured` inputs are read, by name.
     output_tree: pytree spec of the model's output.
     output_leaves: one entry a leaf: the `Output` role of a tensor, a plain value itself, or `Opaque`.
+    read: the fields of a dict batch that the model or the loss function read; None: the batch is of another kind.
     seconds: what the capture took.
     """
 
@@ -58,6 +59,7 @@ class Joint:
     captured: Mapping[str, Captured]
     output_tree: TreeSpec | None
     output_leaves: tuple[Any, ...]
+    read: frozenset[str] | None
     seconds: float
 
     def __str__(self) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.fx import Node
 
 from graphcomp.capture.functions import entry_points, item, variables
+from graphcomp.compat import modules as internals
 from graphcomp.compat.symbols import FakeTensorMode
 from graphcomp.errors import CaptureError, StateError
 from graphcomp.ir import meta
@@ -60,7 +61,7 @@ def unchanged_model(model: nn.Module) -> Iterator[None]:
         for name, module, attributes in before:
             for key in module.__dict__.keys() | attributes.keys():
                 now, then = module.__dict__.get(key, _MISSING), attributes.get(key, _MISSING)
-                if now is not then and not _same(now, then):
+                if now is not then and not _same(now, then) and not internals.is_derived(module, key):
                     changed.append((f"{name}.{key}".lstrip("."), then, now))
             if changed:
                 module.__dict__.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.utils._pytree import (
     GetAttrKey,
     KeyPath,
@@ -9,6 +11,7 @@ from torch.utils._pytree import (
     SequenceKey,
     TreeSpec,
     keystr,
+    register_pytree_node,
     tree_flatten,
     tree_flatten_with_path,
     tree_map,
@@ -20,6 +23,7 @@ __all__ = [
     "TreeSpec",
     "keystr",
     "path_text",
+    "register_mapping",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_map",
@@ -42,3 +46,12 @@ def path_text(keys: KeyPath, lone: str) -> str:
         else:
             text += f"[{name!r}]" if isinstance(key, MappingKey) else str(key)
     return text or lone
+
+
+def register_mapping(kind: type[dict[str, Any]]) -> None:
+    """Make a kind of dict a pytree that is flattened by its values and rebuilt as a plain dict."""
+    register_pytree_node(
+        kind,
+        lambda batch: (list(batch.values()), list(batch.keys())),
+        lambda values, keys: dict(zip(keys, values, strict=True)),
+    )
