@@ -82,7 +82,12 @@ class GraphCompiler:
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFunction | None = None, plan: Plan | None = None, *, rank: int | None = None
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None = None,
+        plan: Plan | None = None,
+        *,
+        rank: int | None = None,
     ) -> None:
         self.model, self.loss_fn, self.plan = model, loss_fn, plan or Plan()
         self.progress = Progress(self.plan.quiet, rank)
@@ -140,8 +145,11 @@ class GraphCompiler:
         return RankPrograms(schedule, tuple(lower(given, schedule, one, outputs=outputs) for one in ranks))
 
     def compile(
-        self, programs: RankPrograms | None = None, specialisations: Sequence[Specialisation] | None = None,
-        *, outputs: bool = False,
+        self,
+        programs: RankPrograms | None = None,
+        specialisations: Sequence[Specialisation] | None = None,
+        *,
+        outputs: bool = False,
     ) -> dict[tuple[int, int, RunKind], Boxed]:
         """Callables for all that the rank programs run, by (place in the step's distinct specialisations, stage, kind).
 
@@ -194,4 +202,3 @@ def stage_programs(partitioned: Partitioned) -> list[Program]:
     for stage in partitioned.stages:
         found += [p for p in (stage.forward, stage.backward, stage.fused) if p is not None]
     return list({id(program): program for program in found}.values())
-

@@ -91,7 +91,7 @@ class StateError(GraphcompError):
 
 
 class StepError(GraphcompError):
-    """A step was called in a state in which it cannot run (under no_grad, not materialised, unusable after an error)."""
+    """A step was called in a state in which it cannot run: under no_grad, not materialised, unusable after an error."""
 
 
 class BackendError(GraphcompError):
@@ -103,7 +103,7 @@ class AgreementError(GraphcompError):
 
 
 class ParityError(GraphcompError):
-    """The compiled step and eager PyTorch differ by more than the tolerance. Names the first graph node that differs."""
+    """The compiled step and eager PyTorch differ by more than the tolerance. Names the first node that differs."""
 
 
 class RankFailure(GraphcompError):
