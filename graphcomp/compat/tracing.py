@@ -44,8 +44,11 @@ def sequence_number(function: Any) -> int:
 
 
 def swapped_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Run `model` with other tensors in the place of its parameters and buffers; tied names follow one another."""
-    return _reparametrize_module(model, dict(state), tie_weights=True)
+    """Run `model` with other tensors in the place of its parameters and buffers; tied names follow one another.
+
+    stack_weights: put back in reverse order, or a module that is registered under two names keeps the others.
+    """
+    return _reparametrize_module(model, dict(state), tie_weights=True, stack_weights=True)
 
 
 def trace(function: Callable[..., Any], arguments: Sequence[Any]) -> GraphModule:
