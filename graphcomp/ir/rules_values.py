@@ -51,7 +51,7 @@ def symbols(program: Program) -> Iterator[Fault]:
         dims = () if found is None else map(spelling.expression, found.shape)
         known |= {str(dim) for dim in dims if isinstance(dim, sympy.Symbol)}
     for node in program.graph.nodes:
-        strange = sorted({str(symbol) for symbol in _free(meta.value(node))} - known)
+        strange = sorted({str(symbol) for symbol in spelling.free_symbols(meta.value(node))} - known)
         if strange:
             what, expected = (
                 f"the value of '{node.name}' has a symbol that no input gives",
@@ -98,16 +98,3 @@ def _alike(first: object, second: object) -> bool:
         return False
     shapes = [[spelling.expression(size) for size in tensor.shape] for tensor in (first, second)]
     return first.dtype == second.dtype and shapes[0] == shapes[1]
-
-
-def _free(found: object) -> Iterator[sympy.Symbol]:
-    """All symbols in a value."""
-    if isinstance(found, tuple | list):
-        for part in found:
-            yield from _free(part)
-    elif isinstance(found, torch.Tensor):
-        strides = found.stride() if found.layout == torch.strided else ()
-        for number in (*found.shape, *strides):
-            yield from _free(number)
-    elif isinstance(found, torch.SymInt | torch.SymFloat | torch.SymBool):
-        yield from found.node.expr.free_symbols

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -35,6 +35,19 @@ def dtype(value: torch.dtype) -> str:
 def expression(number: object) -> Any:
     """The sympy expression of a symbolic number, a plain number as it is; never adds a guard."""
     return number.node.expr if isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) else number
+
+
+def free_symbols(found: object) -> Iterator[sympy.Symbol]:
+    """All symbols in a value."""
+    if isinstance(found, tuple | list):
+        for part in found:
+            yield from free_symbols(part)
+    elif isinstance(found, torch.Tensor):
+        strides = found.stride() if found.layout == torch.strided else ()
+        for number in (*found.shape, *strides):
+            yield from free_symbols(number)
+    elif isinstance(found, torch.SymInt | torch.SymFloat | torch.SymBool):
+        yield from found.node.expr.free_symbols
 
 
 class Symbols:
