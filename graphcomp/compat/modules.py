@@ -20,6 +20,14 @@ HOOKS = {
 }
 """The tables of hooks that run in a training step, by the name a user knows."""
 
+_DERIVED = frozenset({"_flat_weights", "_flat_weight_refs"})
+
+
+def is_derived(module: nn.Module, attribute: str) -> bool:
+    """Whether an attribute only repeats a module's parameters: a recurrent layer renews its list when they change."""
+    return isinstance(module, nn.RNNBase) and attribute in _DERIVED
+
+
 requires_grad_of = attrgetter("requires_grad")
 hooks_of = attrgetter("_backward_hooks")
 accumulate_hooks_of = attrgetter("_post_accumulate_grad_hooks")

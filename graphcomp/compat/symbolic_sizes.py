@@ -55,6 +55,9 @@ class SymbolicSizes(TorchFunctionMode):
             return func(*args, **kwargs)
         if any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves((args, kwargs))):
             self._rest_of_trace.enter_context(enable_python_dispatcher())
+        if func is torch.lstm and torch.is_grad_enabled() and not args[0].requires_grad:
+            # Else the second body takes a kernel that keeps what its backward needs only if autograd sees it.
+            args = (args[0].detach().requires_grad_(), *args[1:])
         with enable_python_dispatcher():
             return func(*args, **kwargs)
 
