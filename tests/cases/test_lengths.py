@@ -1,0 +1,91 @@
+"""One program serves all lengths, numbers of rows and numbers of microbatches."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphcomp import TokenLoss
+from tests.cases.tiny import LAYOUTS, assert_equal, next_token, rows, step_of, tiny_gpt
+
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
+
+
+@functools.cache
+def gpt() -> nn.Module:
+    return tiny_gpt()
+
+
+@pytest.mark.parametrize(("stages", "schedule"), LAYOUTS)
+def test_lengths_that_differ_between_steps_and_within_one(stages: int, schedule: str) -> None:
+    step = step_of(gpt(), next_token, stages, schedule)
+    for length in (16, 24, 8, 16):
+        assert_equal(gpt(), next_token, [rows(2, length, seed) for seed in range(4)], step)
+    assert_equal(gpt(), next_token, [rows(2, length, length) for length in (16, 8, 24, 16)], step)
+    assert step.compiler.traces == 1
+    assert step.compiler.backend.programs <= 3 * stages
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_random_lengths_need_one_program_and_another_for_length_one(stages: int) -> None:
+    draw = random.Random(stages)
+    step = step_of(gpt(), next_token, stages)
+    lengths = [2, 64, 1, *(draw.randint(2, 64) for _ in range(7))]
+    for number, length in enumerate(lengths):
+        batch = rows(draw.randint(2, 3), max(length, 2), number)
+        assert_equal(gpt(), next_token, [{name: leaf[:, :length] for name, leaf in batch.items()}], step)
+    assert step.compiler.traces == 2
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_more_and_fewer_microbatches_than_stages(stages: int) -> None:
+    step = step_of(gpt(), next_token, stages)
+    assert_equal(gpt(), next_token, [rows(2, 8)], step)
+    programs = step.compiler.backend.programs
+    for number in (3, 5, 1, 9):
+        ran, _ = assert_equal(gpt(), next_token, [rows(2, 5 + seed, seed) for seed in range(number)], step)
+        # One payload a cut and microbatch in each direction, and none about shapes.
+        assert ran.messages == 2 * number * (stages - 1)
+    assert step.compiler.traces == 1
+    assert step.compiler.backend.programs <= programs + 2 * stages  # those that the first step had fused
+
+
+class Ones(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.w) * x.shape[0]
+
+
+def total(y: Tensor, batch: Tensor) -> TokenLoss:
+    return TokenLoss(y.sum(), y.shape[0] * 2)
+
+
+def test_sizes_in_the_code_are_those_of_each_microbatch() -> None:
+    step = step_of(Ones(), total)
+    three, five = step.run([torch.ones(3, 2)]), step.run([torch.ones(5, 2)])
+    assert step.compiler.traces == 1
+    assert float(three.result.loss) == 3 * 3 * 2 / 6
+    assert float(five.result.loss) == 5 * 5 * 2 / 10
+    assert five.gradients["w"].tolist() == [2.5, 2.5]
+
+
+def test_what_crosses_is_exactly_the_planned_bytes() -> None:
+    step = step_of(gpt(), next_token, 2, split=["blocks.2"])
+    lengths = (16, 24, 8, 3)
+    ran = step.run([rows(2, length, length) for length in lengths])
+    assert ran.messages == 2 * 4
+    assert ran.bytes_sent == sum(2 * (2 * length * 32 * 4) for length in lengths)
+
+
+def test_equal_lengths_pay_nothing_for_free_ones() -> None:
+    step = step_of(gpt(), next_token, 4)
+    equal = step.run([rows(2, 16, seed) for seed in range(4)])
+    ragged = step.run([rows(2, length, length) for length in (20, 12, 28, 4)])
+    assert (equal.messages, equal.bytes_sent) == (ragged.messages, ragged.bytes_sent)
