@@ -31,6 +31,9 @@ from graphcomp.runtime.transport import ProcessTransport, Transport, VirtualNetw
 KEPT = 64
 """Sequences of specialisations whose rank programs are kept; the oldest goes first. Compiled code is kept apart."""
 
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "DistBackendError")
+"""How a process group says that a peer is gone; it has no error type for that."""
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -62,6 +65,7 @@ class Engine:
         self.state = LiveState(compiler.model)
         self.agreement = Agreement(layout)
         self.followed: Hashable = None
+        self.broken: str | None = None
         self._prepared: dict[tuple[tuple[int, ...], bool], Prepared] = {}
         self._prologues: dict[int, Any] = {}
         self._scales: dict[tuple[float, torch.dtype], torch.Tensor] = {}
@@ -125,11 +129,20 @@ class Engine:
         inputs = self._inputs(bound, prepared, counts, loss_scale)
         for executor in prepared.executors:
             executor.begin(inputs)
-        if self.virtual or len(prepared.executors) > 1:
-            results = run_virtual_ranks(prepared.executors)
-        else:
-            results = [prepared.executors[0].run(inputs)]
-        return self._finish(bound, prepared, counts, results, outputs)
+        if self.virtual or self.layout.side is None:
+            return self._finish(bound, prepared, counts, run_virtual_ranks(prepared.executors), outputs)
+        try:
+            return self._finish(bound, prepared, counts, [prepared.executors[0].run(inputs)], outputs)
+        except Exception as error:
+            self.broken = f"{type(error).__name__}: {error}".splitlines()[0]
+            if any(text in self.broken for text in LOST):
+                raise RankFailure(
+                    "another rank is gone, or has left the step",
+                    where="; ".join(getattr(error, "__notes__", [])) or f"rank {self.layout.rank}",
+                    got=self.broken,
+                    do="see the error of the rank that failed first; nothing was written to gradients or buffers",
+                ) from error
+            raise
 
     def _count(self, bound: Sequence[Bound], prepared: Prepared) -> Counts:
         counted: list[dict[str, torch.Tensor]] = []
@@ -232,6 +245,13 @@ def bind(
 
     What cannot be bound leaves no specialisation behind, on any rank.
     """
+    if engine.broken is not None:
+        raise StepError(
+            "this step is unusable: an earlier one failed while messages were under way",
+            where=f"rank {engine.layout.rank}",
+            got=engine.broken,
+            do="gradients and buffers are as before that step; start the processes again to go on",
+        )
     batches: list[Any] | None = None
     for _ in range(engine.compiler.plan.max_programs + 1):
         before, told = len(engine.compiler.specialisations), False
@@ -258,7 +278,7 @@ def _facts(bound: Sequence[Bound], training: bool, outputs: str, loss_scale: flo
     """What all ranks of a pipeline must have in common in a step: as numbers, and in words."""
     each = tuple((one.specialisation.number, *one.sizes.values()) for one in bound)
     lines = [
-        f"a {'training' if training else 'evaluation'} step of {len(bound)} microbatches",
+        f"{'a training' if training else 'an evaluation'} step of {len(bound)} microbatches",
         f"outputs={outputs!r}, loss_scale={loss_scale}",
         *(f"microbatch {i}: specialisation {n}, sizes {sizes}" for i, (n, *sizes) in enumerate(each)),
     ]

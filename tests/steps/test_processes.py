@@ -1,0 +1,366 @@
+"""Real processes over gloo: the transport changes nothing, sends what was planned, and every rank knows the result."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import graphcomp as gc
+from graphcomp.partition.stages import Boundary
+from graphcomp.testing import VirtualStep, run_ranks
+from tests.zoo import ZOO
+from tests.zoo.reference import reference
+
+MODELS = ("gpt", "tied_gpt", "u_shape", "ragged_gpt")
+NUMBERS = (5, 1)  # more and fewer microbatches than stages
+
+
+def plan_of(mesh: DeviceMesh, backend: Any = "eager") -> gc.Plan:
+    return gc.Plan(mesh=mesh, backend=backend, quiet=True, deadline=60.0)
+
+
+class Wire:
+    """Counts what this process hands to a process group, below everything of ours."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, int]] = []
+        self.received: list[tuple[str, int]] = []
+
+    def __enter__(self) -> Wire:
+        group = dist.ProcessGroup
+        self.original = vars(group)["send"], vars(group)["recv"]  # as they lie there, unbound
+
+        def send(pg: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
+            self.sent.append((str(tensors[0].dtype), tensors[0].nbytes))
+            return self.original[0].__get__(pg)(tensors, peer, tag)
+
+        def recv(pg: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
+            self.received.append((str(tensors[0].dtype), tensors[0].nbytes))
+            return self.original[1].__get__(pg)(tensors, peer, tag)
+
+        group.send, group.recv = send, recv
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        dist.ProcessGroup.send, dist.ProcessGroup.recv = self.original
+
+
+def numbers(result: gc.StepResult) -> dict[str, float]:
+    """Everything that a step reports, as plain numbers."""
+    found = {f"loss {name}": value for name, value in result.losses.items()}
+    found |= {f"tokens {name}": value for name, value in result.tokens.items()}
+    found |= {f"microbatch {i}": value for i, value in enumerate(result.microbatch_losses)}
+    return {name: value.item() for name, value in {"loss": result.loss, **found}.items()}
+
+
+def one_model(name: str, mesh: DeviceMesh) -> dict[str, Any]:
+    case = ZOO[name]
+    model = case.build()
+    step = gc.compile_train_step(model, case.loss_fn, plan=plan_of(mesh))
+    found: dict[str, Any] = {}
+    for number in NUMBERS:
+        model.zero_grad()
+        batches = case.microbatches(number, 2)
+        with Wire() as wire:
+            result = step(batches)
+        found[f"step {number}"] = {
+            "numbers": numbers(result),
+            "gradients": {key: p.grad.clone() for key, p in step.named_parameters()},
+            "elsewhere": [key for key, p in model.named_parameters() if p.grad is not None],
+            "sent": wire.sent,
+            "received": wire.received,
+            "stats": vars(step.stats).copy(),
+        }
+    if name != "gpt":
+        return found
+    found["evaluation"] = numbers(step.evaluate(case.microbatches(3, 4)))
+    for outputs in ("local", "all"):
+        found[outputs] = step(case.microbatches(2, 3), outputs=outputs).outputs
+    model.zero_grad()
+    step(case.microbatches(3, 6))
+    found["norm"] = gc.clip_grad_norm_(step, 0.05)
+    found["clipped"] = {key: p.grad for key, p in step.named_parameters()}
+    return found
+
+
+def shared_in_double() -> nn.Module:
+    """In double precision: in single, AdamW makes steps of pure rounding where a gradient is zero in theory."""
+    return ZOO["tied_gpt"].build().double()
+
+
+def train(step: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for number in range(3):
+        losses.append(step(ZOO["tied_gpt"].microbatches(3, number)).loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def everything(rank: int, world_size: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("pp",))
+    found: dict[str, Any] = {name: one_model(name, mesh) for name in MODELS}
+    model = shared_in_double()
+    step = gc.compile_train_step(model, ZOO["tied_gpt"].loss_fn, plan=plan_of(mesh))
+    losses = train(step, torch.optim.AdamW(model.parameters(), 1e-2))
+    found["trained"] = losses, {key: p.detach() for key, p in step.named_parameters()}
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What each process found: one start of them for all tests."""
+    return run_ranks(everything, request.param, request.param, timeout=200)
+
+
+@functools.cache
+def virtual(name: str, stages: int) -> VirtualStep:
+    plan = gc.Plan(stages=stages, backend="eager", quiet=True)
+    return VirtualStep(ZOO[name].build(), ZOO[name].loss_fn, plan=plan)
+
+
+EACH = pytest.mark.parametrize("name", MODELS)
+
+
+def same(one: Tensor | None, two: Tensor | None) -> bool:
+    return one is two or (one is not None and two is not None and torch.equal(one, two))
+
+
+@pytest.mark.gloo
+@EACH
+@pytest.mark.parametrize("number", NUMBERS)
+def test_processes_equal_virtual_ranks_bitwise(name: str, ranks: list, number: int) -> None:
+    ran = virtual(name, len(ranks)).run(ZOO[name].microbatches(number, 2))
+    found = [rank[name][f"step {number}"] for rank in ranks]
+    for one in found:
+        assert one["numbers"] == numbers(ran.result)
+        assert all(same(grad, ran.gradients.get(key)) for key, grad in one["gradients"].items())
+        assert set(one["elsewhere"]) <= set(one["gradients"])
+    assert {key for one in found for key in one["gradients"]} == set(ran.gradients)
+
+
+def planned(name: str, stages: int, number: int, rank: int) -> list[int]:
+    """The bytes of each payload a rank has to send, from the boundaries and the microbatches' own sizes."""
+    step = virtual(name, stages)
+    step.run(ZOO[name].microbatches(number, 2))
+    cut = step.latest[0].specialisation.partitions[False]
+    found: list[int] = []
+    for one in step.latest:
+        for boundaries in (cut.forward_boundaries, cut.backward_boundaries):
+            if rank in boundaries:
+                found += sizes(boundaries[rank], one.sizes)
+    weights = dict(step.model.named_parameters())
+    for key, users in cut.parameter_stages.items():
+        if len(users) > 1 and rank in users:
+            found += [weights[key].nbytes] * (len(users) - 1 if rank == users[0] else 1)
+    return found
+
+
+def sizes(boundary: Boundary, given: dict[str, int]) -> list[int]:
+    found = []
+    for value in boundary.values:
+        elements = 1
+        for size in value.shape:
+            elements *= int(size if isinstance(size, int) else size.subs({s: given[str(s)] for s in size.free_symbols}))
+        found.append(elements * value.dtype.itemsize)
+    return found
+
+
+@pytest.mark.gloo
+@EACH
+@pytest.mark.parametrize("number", NUMBERS)
+def test_exactly_the_planned_payloads_are_sent(name: str, ranks: list, number: int) -> None:
+    sent, received = 0, 0
+    for rank, found in enumerate(ranks):
+        one = found[name][f"step {number}"]
+        payloads = planned(name, len(ranks), number, rank)
+        assert sorted(size for _, size in one["sent"]) == sorted(payloads)
+        assert {dtype for dtype, _ in one["sent"] + one["received"]} == {"torch.float32"}
+        assert (one["stats"]["messages"], one["stats"]["bytes_sent"]) == (len(payloads), sum(payloads))
+        assert (one["stats"]["traces"], one["stats"]["collectives"]) == (1, 1)
+        sent, received = sent + sum(payloads), received + sum(size for _, size in one["received"])
+        if "gpt" in name and name != "tied_gpt":  # an activation and a gradient for each cut and microbatch
+            assert len(payloads) == number * ((rank > 0) + (rank < len(ranks) - 1))
+    assert sent == received
+
+
+@pytest.mark.gloo
+def test_evaluation_outputs_and_clipping(ranks: list) -> None:
+    case, found = ZOO["gpt"], [rank["gpt"] for rank in ranks]
+    model = case.build()
+    evaluated = reference(model.eval(), case.loss_fn, case.microbatches(3, 4), backward=False)
+    assert all(one["evaluation"] == found[0]["evaluation"] for one in found)
+    assert found[0]["evaluation"]["loss"] == pytest.approx(evaluated.loss.item(), rel=1e-6)
+    expected = reference(model.train(), case.loss_fn, case.microbatches(2, 3)).outputs
+    for rank, one in enumerate(found):
+        for local, everywhere, output in zip(one["local"], one["all"], expected, strict=True):
+            assert torch.allclose(everywhere, output, rtol=1e-5, atol=1e-6)
+            assert torch.equal(everywhere, found[-1]["local"][0 if output is expected[0] else 1])
+            assert (local is None) == (rank < len(ranks) - 1)
+    for key, gradient in reference(model, case.loss_fn, case.microbatches(3, 6)).gradients.items():
+        model.get_parameter(key).grad = gradient
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    assert all(torch.equal(one["norm"], found[0]["norm"]) for one in found)
+    assert torch.allclose(found[0]["norm"], norm, rtol=1e-6)
+    for one in found:
+        for key, gradient in one["clipped"].items():
+            assert torch.allclose(gradient, model.get_parameter(key).grad, rtol=1e-5, atol=1e-8), key
+
+
+@pytest.mark.gloo
+def test_copies_of_a_shared_parameter_stay_equal_through_training(ranks: list) -> None:
+    model = shared_in_double()
+    plan = gc.Plan(backend="eager", quiet=True)
+    step = gc.compile_train_step(model, ZOO["tied_gpt"].loss_fn, plan=plan)
+    losses = train(step, torch.optim.AdamW(step.parameters(), 1e-2))
+    found = [rank["trained"] for rank in ranks]
+    holders = [rank for rank, (_, owned) in enumerate(found) if "embed.weight" in owned]
+    assert holders == [0, len(ranks) - 1]
+    assert torch.equal(found[0][1]["embed.weight"], found[-1][1]["embed.weight"])
+    for ours, owned in found:
+        assert ours == pytest.approx(losses, rel=1e-6) and ours == found[0][0]
+        for key, value in owned.items():
+            expected = model.get_parameter(key).detach()
+            assert (value - expected).abs().max() <= 1e-6 * expected.abs().max(), key
+    assert set().union(*(owned for _, owned in found)) == {key for key, _ in model.named_parameters()}
+
+
+def fails_on(failing: int) -> Any:
+    """A loss function that raises on one rank for one kind of batch."""
+
+    def loss_fn(logits: Tensor, batch: dict[str, Any]) -> gc.TokenLoss:
+        if batch["fail"] and dist.get_rank() == failing:
+            raise KeyError("only here")
+        return gc.token_loss(logits, batch["labels"])
+
+    return loss_fn
+
+
+def refused(call: Any, *given: Any, **options: Any) -> str:
+    with pytest.raises(Exception) as caught:
+        call(*given, **options)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def failures(rank: int) -> dict[str, Any]:
+    """Each disagreement and failure in turn; the same processes and steps go on after each."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    case, found = ZOO["gpt"], {}
+    model = case.build()
+    step = gc.compile_train_step(model, fails_on(1), plan=plan_of(mesh))
+    good = [{**batch, "fail": False} for batch in case.microbatches(4)]
+    found["tracing"] = refused(step, [{**good[0], "fail": True}])
+    found["single"] = refused(step, good if rank == 0 else good[0])
+    found["untouched"] = [key for key, p in model.named_parameters() if p.grad is not None], step.stats.traces
+    found["loss"] = step(good).loss.item()
+    kept = {key: p.grad.clone() for key, p in step.named_parameters() if p.grad is not None}
+    found["count"] = refused(step, good[: 3 + rank])
+    shorter = {key: value[:, :8] if isinstance(value, Tensor) else value for key, value in good[1].items()}
+    found["sizes"] = refused(step, [good[0], good[1] if rank == 0 else shorter])
+    found["structure"] = refused(step, [good[0], good[1] if rank == 0 else {**good[1], "fail": 0}])
+    found["scale"] = refused(step, good, loss_scale=1.0 + rank)
+    found["outputs"] = refused(step, good, outputs=("none", "all")[rank])
+    found["mode"] = refused(step if rank == 0 else step.evaluate, good)
+    found["kept"] = all(torch.equal(dict(step.named_parameters())[key].grad, grad) for key, grad in kept.items())
+    found["again"] = step(good).loss.item()
+    deeper = type(model)(blocks=4 + rank)
+    other = gc.compile_train_step(deeper, case.loss_fn, plan=plan_of(mesh))
+    found["model"] = refused(other, case.microbatches(2))
+    found["gradients"] = [key for key, p in deeper.named_parameters() if p.grad is not None]
+    too_many = gc.compile_train_step(nn.Linear(4, 4), lambda y, _: y.mean(), plan=plan_of(mesh))
+    found["cut"] = refused(too_many, [torch.ones(2, 4)])
+    return found
+
+
+@pytest.mark.gloo
+def test_failures_and_disagreements_reach_every_rank() -> None:
+    first, second = run_ranks(failures, 2, timeout=120)
+    assert first["tracing"].startswith("RankFailure: rank 1 could not take part in the step\n  where: rank 1\n  got: ")
+    assert "KeyError: 'only here'" in first["tracing"] and second["tracing"] == "KeyError: 'only here'"
+    assert "BatchError: a step takes a list" in first["single"] and second["single"].startswith("BatchError: a step")
+    assert first["untouched"] == second["untouched"][:1] + first["untouched"][1:] and first["untouched"][0] == []
+    assert first["loss"] == second["loss"] == first["again"] == second["again"]
+    expected = {
+        "count": ("step of 3 microbatches", "step of 4 microbatches"),
+        "sizes": (
+            "microbatch 1: specialisation 0, sizes [2, 16]",
+            "microbatch 1: specialisation 0, sizes [2, 8]",
+        ),
+        "structure": ("microbatch 1: specialisation 0", "microbatch 1: specialisation 1"),
+        "scale": ("loss_scale=1.0", "loss_scale=2.0"),
+        "outputs": ("outputs='none'", "outputs='all'"),
+        "mode": ("a training step", "an evaluation step"),
+        "model": ("", ""),
+    }
+    for key, texts in expected.items():
+        for rank, found in enumerate((first, second)):
+            assert found[key].startswith("AgreementError: the ranks would not do the same\n"), (key, found[key])
+            mine, theirs = found[key].split("expected: ")[1].split("\n  got: ")
+            assert texts[rank] in mine and texts[1 - rank] in theirs, (key, found[key])
+    assert first["kept"] and second["kept"]
+    assert first["gradients"] == second["gradients"] == []
+    assert first["cut"].startswith("PartitionError") and second["cut"].startswith("PartitionError")
+
+
+def fails_while_running(rank: int) -> None:
+    """A label that no class has: it is found on the last stage, in the middle of a step."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    case = ZOO["gpt"]
+    model = case.build()
+    step = gc.compile_train_step(model, case.loss_fn, plan=plan_of(mesh))
+    batches = case.microbatches(3)
+    batches[1]["labels"][0, 0] = 1000
+    try:
+        step(batches)
+    except IndexError:
+        assert all(p.grad is None for p in model.parameters())
+        assert refused(step, batches).startswith(
+            "StepError: this step is unusable: an earlier one failed while messages were under way\n"
+            "  where: rank 1\n  got: IndexError: Target 1000 is out of bounds."
+        )
+        raise
+
+
+@pytest.mark.gloo
+def test_a_rank_that_fails_while_running_ends_all_and_is_named() -> None:
+    with pytest.raises(IndexError, match="Target 1000") as caught:
+        run_ranks(fails_while_running, 2, timeout=120)
+    notes = "\n".join(caught.value.__notes__)
+    assert "in rank 1, stage 1, microbatch 1, action 1FB1" in notes and "raised on rank 1 of 2" in notes
+
+
+def on_inductor(rank: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    case = ZOO["ragged_gpt"]
+    model = case.build()
+    step = gc.compile_train_step(model, case.loss_fn, plan=plan_of(mesh, "inductor"))
+    found = []
+    for number in (4, 3):
+        model.zero_grad()
+        result = step(case.microbatches(number, number))
+        found.append((numbers(result), {key: p.grad for key, p in step.named_parameters()}, vars(step.stats).copy()))
+    conditions = sorted(map(str, step.latest[0].joint.sizes.conditions))
+    return {"steps": found, "conditions": conditions}
+
+
+@pytest.mark.gloo
+@pytest.mark.inductor
+def test_inductor_on_two_processes() -> None:
+    first, second = run_ranks(on_inductor, 2)
+    assert first["conditions"] == second["conditions"]
+    for place, number in enumerate((4, 3)):
+        ran = virtual("ragged_gpt", 2).run(ZOO["ragged_gpt"].microbatches(number, number))
+        assert first["steps"][place][0] == second["steps"][place][0]
+        assert first["steps"][place][0] == pytest.approx(numbers(ran.result), rel=1e-5)
+        for found in (first, second):
+            _, gradients, stats = found["steps"][place]
+            assert stats["traces"] == 1 and stats["programs"] == found["steps"][0][2]["programs"]
+            for key, gradient in gradients.items():
+                expected = ran.gradients[key]
+                assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max(), key
