@@ -87,6 +87,8 @@ class Plan:
             self._check_mesh()
 
     def _check_mesh(self) -> None:
+        if not hasattr(self.mesh, "mesh_dim_names"):
+            raise PlanError("Plan(mesh=...) is a DeviceMesh or None", got=type(self.mesh).__name__)
         names = self.mesh.mesh_dim_names if self.mesh is not None else None
         if not names or any(name not in AXES for name in names):
             raise PlanError(

@@ -81,6 +81,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"accumulate_dtype": "float32"},
         "Plan(accumulate_dtype=...) is a floating-point dtype or None\n  got: 'float32'",
     ),
+    ({"mesh": 2}, "Plan(mesh=...) is a DeviceMesh or None\n  got: int"),
     (
         {"mesh": Mesh((2,), ("pipe",))},
         "Plan(mesh=...) needs axes with known names\n"
