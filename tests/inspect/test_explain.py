@@ -31,8 +31,8 @@ estimates at the sizes of the example microbatch
 
 stages
            parameters      bytes  FLOPs   share  saved      bytes
-  stage 0      29.5 K  115.2 KiB  5.1 M  48.0 %     31  130.1 KiB
-  stage 1      27.5 K  107.5 KiB  5.5 M  52.0 %     37  146.3 KiB
+  stage 0      29.5 K  115.2 KiB  5.5 M  48.1 %     31  130.1 KiB
+  stage 1      27.5 K  107.5 KiB  6.0 M  51.9 %     37  146.3 KiB
   stage 0
     modules  embed, positions, blocks.0-blocks.1
     batch    tokens
@@ -57,8 +57,8 @@ schedule
 
 predicted
           bubble  in flight  parameters  gradients      saved  peak memory
-  rank 0  25.0 %          2   115.2 KiB  115.2 KiB  260.2 KiB    490.8 KiB
-  rank 1  18.7 %          1   107.5 KiB  107.5 KiB  146.3 KiB    361.3 KiB
+  rank 0  24.6 %          2   115.2 KiB  115.2 KiB  260.2 KiB    490.8 KiB
+  rank 1  18.8 %          1   107.5 KiB  107.5 KiB  146.3 KiB    361.3 KiB
 
 sizes
   s0 = tokens.shape[0]
