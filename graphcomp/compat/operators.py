@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils.flop_counter import flop_registry
 
-__all__ = ["HigherOrderOperator", "OpOverload", "argument_names", "is_mutable"]
+__all__ = ["HigherOrderOperator", "OpOverload", "argument_names", "flop_formula", "is_mutable"]
+
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+# torch counts the FLOPs of these kernels' siblings only, which take the same arguments in front.
+_COUNTED_AS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _FLASH,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _FLASH_BACKWARD,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable: _FLASH,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable_backward: _FLASH_BACKWARD,
+}
 
 
 def argument_names(target: OpOverload) -> list[str]:
@@ -19,3 +32,9 @@ def is_mutable(target: OpOverload) -> bool:
     """Whether the operator's schema says that it writes to an argument."""
     schema: Any = target._schema
     return bool(schema.is_mutable)
+
+
+def flop_formula(target: object) -> Callable[..., int] | None:
+    """torch's count of an operator's floating-point operations; None for what it does not count."""
+    packet: Any = target.overloadpacket if isinstance(target, OpOverload) else None
+    return flop_registry.get(_COUNTED_AS.get(packet, packet))

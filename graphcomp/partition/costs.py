@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils.flop_counter import flop_registry
 
-from graphcomp.compat.aliasing import viewed_argument
+from graphcomp.compat.aliasing import UNDECLARED_VIEWS, viewed_argument
+from graphcomp.compat.operators import flop_formula
 from graphcomp.compat.pytree import tree_map
-from graphcomp.compat.operators import OpOverload
 from graphcomp.compat.symbols import hint
 from graphcomp.ir import meta
 
@@ -26,14 +25,6 @@ from graphcomp.ir import meta
 WORK_PER_BYTE = 24
 # A fused attention kernel needs longer for a FLOP than a matrix product.
 WORK_PER_ATTENTION_FLOP = 1.25
-
-_aten = torch.ops.aten
-_ATTENTION = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
-    _aten._scaled_dot_product_fused_attention_overrideable: _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_fused_attention_overrideable_backward: _aten._scaled_dot_product_flash_attention_backward,
-}
 
 
 def elements(node: Node) -> int:
@@ -51,8 +42,7 @@ def size_bytes(node: Node) -> int:
 
 def matrix_flops(node: Node) -> int:
     """Floating-point operations of matrix products, convolutions and attention; 0 for everything else."""
-    packet = _packet(node)
-    count = flop_registry.get(_ATTENTION.get(packet, packet))
+    count = flop_formula(node.target)
     if node.op != "call_function" or count is None:
         return 0
 
@@ -75,7 +65,7 @@ def flops(node: Node) -> int:
 
 def work(node: Node) -> int:
     """Estimated time, in FLOPs of a matrix product: of what computes by its FLOPs, of all else by the bytes written."""
-    if node.target is operator.getitem or viewed_argument(node) is not None:
+    if node.target is operator.getitem or node.target in UNDECLARED_VIEWS or viewed_argument(node) is not None:
         return 0
     found = matrix_flops(node)
     if not found:
@@ -88,7 +78,3 @@ def _itemsize(node: Node) -> int:
     found = meta.value(node)
     first = found[0] if isinstance(found, (tuple, list)) and found else found
     return first.dtype.itemsize if isinstance(first, torch.Tensor) else 0
-
-
-def _packet(node: Node) -> Any:
-    return node.target.overloadpacket if isinstance(node.target, OpOverload) else None
