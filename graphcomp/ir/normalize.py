@@ -83,6 +83,8 @@ def _build(graph: Graph, number: sympy.Expr, inputs: Mapping[str, Node], like: N
             return int(part)
         if part.is_Symbol:
             return inputs[str(part)]
+        if part.is_Pow and part.exp.is_Integer and part.exp > 1:  # such as the elements of a square matrix
+            return product(visit(part.base), part.base, int(part.exp))
         function = _OPERATIONS.get(part.func.__name__)
         if function is None:
             raise CaptureError(
@@ -92,9 +94,19 @@ def _build(graph: Graph, number: sympy.Expr, inputs: Mapping[str, Node], like: N
             )
         result = visit(part.args[0])
         for count, argument in enumerate(part.args[1:], start=2):
-            result = graph.call_function(function, (result, visit(argument)))
-            meta.set_value(result, size_value(meta.value(like), part.func(*part.args[:count])))
-            meta.inherit(result, like)
+            result = call(function, result, visit(argument), part.func(*part.args[:count]))
+        return result
+
+    def product(base: Any, expression: sympy.Expr, exponent: int) -> Any:
+        result = base
+        for count in range(2, exponent + 1):
+            result = call(operator.mul, result, base, expression**count)
+        return result
+
+    def call(function: Any, left: Any, right: Any, expression: sympy.Expr) -> Node:
+        result = graph.call_function(function, (left, right))
+        meta.set_value(result, size_value(meta.value(like), expression))
+        meta.inherit(result, like)
         return result
 
     built: Node = visit(number)
