@@ -89,3 +89,28 @@ def test_equal_lengths_pay_nothing_for_free_ones() -> None:
     equal = step.run([rows(2, 16, seed) for seed in range(4)])
     ragged = step.run([rows(2, length, length) for length in (20, 12, 28, 4)])
     assert (equal.messages, equal.bytes_sent) == (ragged.messages, ragged.bytes_sent)
+
+
+class Pairs(nn.Module):
+    """Numbers of pairs and triples: products of sizes, powers too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        scores = (h @ h.mT).mean() + torch.einsum("id,jd,kd->ijk", h, h, h).mean()
+        return self.second(h * scores).unsqueeze(0).expand(x.shape[0], -1, -1).mean(0)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_means_over_products_of_sizes(stages: int) -> None:
+    model = tiny_gpt(Pairs)
+
+    def loss_fn(y: Tensor, batch: Tensor) -> TokenLoss:
+        return TokenLoss(y.square().sum(), batch.shape[0] ** 2)
+
+    step = step_of(model, loss_fn, stages)
+    assert_equal(model, loss_fn, [torch.randn(number, 4) for number in (3, 5, 7)], step)
+    assert step.compiler.traces == 1
