@@ -41,9 +41,15 @@ class LiveState:
                     parameter.grad = gradient
                 else:
                     parameter.grad.add_(gradient)
-            for name, value in buffers.items():
-                table, key = self._buffers[name]
-                table[key].copy_(value)
+            targets = {name: self._buffers[name][0][self._buffers[name][1]] for name in buffers}
+            memory = {target.untyped_storage().data_ptr() for target in targets.values()}
+            # A new value may be another buffer as it was (a swap, a previous value): kept before that one is written.
+            kept = {
+                name: value.clone() if value.untyped_storage().data_ptr() in memory else value
+                for name, value in buffers.items()
+            }
+            for name, target in targets.items():
+                target.copy_(kept[name])
 
     def require_real(self, names: set[str]) -> None:
         """Refuse to run on parameters that have no memory yet."""
