@@ -50,6 +50,7 @@ class CompiledStep:
         self._dispatcher = Dispatcher(self.compiler, layout.device)
         self._engine = Engine(self.compiler, layout)
         self.latest: list[Specialisation] = []
+        self._prepared: Prepared | None = None
 
     def compile(self, example: Any) -> None:
         """Capture and compile for microbatches like `example`, without running a step. All ranks must call it."""
@@ -142,12 +143,13 @@ class CompiledStep:
         self.stats.traces, self.stats.programs = self.compiler.traces, self.compiler.backend.programs
         if training:
             self.latest = [one.specialisation for one in bound]
+            self._prepared, _ = self._engine.prepare(self.latest, outputs != "none")
         return bound
 
     def _compiled(self) -> Prepared:
-        if not self.latest:
+        if self._prepared is None:
             raise StepError("nothing is compiled yet", do="run a step, or call step.compile(example) first")
-        return self._engine.prepare(self.latest, outputs=False)[0]
+        return self._prepared
 
     def _owned(self) -> set[str] | None:
         if self.layout.stages == 1:
