@@ -28,6 +28,8 @@ def leaf_key(leaf: Any) -> Any:
     """What a program depends on in one leaf: never the contents of a tensor, always those of everything else."""
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype, leaf.device, tuple(size_class(size) for size in leaf.shape), leaf.requires_grad
+    if isinstance(leaf, float):
+        return type(leaf), repr(leaf)  # the text tells 0.0 from -0.0, and nan equals nan
     return type(leaf), leaf
 
 

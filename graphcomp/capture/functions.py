@@ -1,93 +1,157 @@
-"""What a Python function can reach besides its arguments: closure cells, defaults, and the globals that it names."""
+"""Where a training step enters the user's code: forwards, the loss function, and the methods that they call by name.
+
+Python cannot say which function `self.scale()` will be. So every name that a reached function uses is looked up in all
+classes that take part: a method found so is reached too, and a plain class attribute is watched.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import CellType, FunctionType
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 
 from graphcomp.capture.userfiles import is_user_file
+from graphcomp.capture.variables import Attributes, Variable, item, names_in, plain_function, variables
+from graphcomp.compat import modules as internals
+
+__all__ = ["entry_points", "item", "plain_function", "variables"]
+
+Entry = tuple[Any, str]
+"""A function, or attributes in its place, and the name that messages give it."""
 
 
-@dataclass(frozen=True)
-class Variable:
-    """A variable that a function reads. kind: "closure variable", "default" or "global"; `read` raises if unset."""
-
-    kind: str
-    name: str
-    function: str
-    read: Callable[[], Any]
-
-
-def item(container: Mapping[Any, Any] | Sequence[Any], key: Any) -> Callable[[], Any]:
-    return functools.partial(container.__getitem__, key)
-
-
-def contents(cell: CellType) -> Callable[[], Any]:
-    return functools.partial(getattr, cell, "cell_contents")
-
-
-def _default(function: FunctionType, argument: int | str) -> Any:
-    """Read through the function, whose tables of defaults may be replaced. A number counts from the first default."""
-    if isinstance(argument, str):
-        return (function.__kwdefaults__ or {})[argument]
-    return (function.__defaults__ or ())[argument]
-
-
-def plain_function(value: Any) -> FunctionType | None:
-    """The Python function behind a method, a partial or a function; None for anything else."""
-    while True:
-        if isinstance(value, functools.partial):
-            value = value.func
-        elif hasattr(value, "__func__"):
-            value = value.__func__
-        else:
-            return value if isinstance(value, FunctionType) else None
-
-
-def variables(function: Any, name: str, seen: set[int]) -> Iterator[Variable]:
-    """The variables of a function and of the user's functions that it reaches through them, each function once.
-
-    name: what the function is called in messages. Functions of torch and of the interpreter are not entered.
-    """
-    plain = plain_function(function)
-    if plain is None or id(plain) in seen or not is_user_file(plain.__code__.co_filename):
-        return
-    seen.add(id(plain))
-    found = [
-        Variable("closure variable", variable, name, contents(cell))
-        for variable, cell in zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True)
-    ]
-    defaults = plain.__defaults__ or ()
-    count = plain.__code__.co_argcount
-    arguments = plain.__code__.co_varnames[count - len(defaults) : count]
-    found += [Variable("default", a, name, functools.partial(_default, plain, i)) for i, a in enumerate(arguments)]
-    found += [Variable("default", a, name, functools.partial(_default, plain, a)) for a in plain.__kwdefaults__ or ()]
-    found += [
-        Variable("global", variable, name, item(plain.__globals__, variable))
-        for variable in plain.__code__.co_names
-        if variable in plain.__globals__
-    ]
-    for variable in found:
-        yield variable
-        try:
-            value = variable.read()
-        except (ValueError, LookupError):  # a cell that is not filled yet
-            continue
-        yield from variables(value, variable.name, seen)
-
-
-def entry_points(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterator[tuple[Any, str]]:
-    """The user's functions that a training step enters, with the names that messages give them."""
-    for kind in dict.fromkeys(type(module) for module in model.modules()):
-        yield kind.forward, f"{kind.__name__}.forward"
+def entry_points(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterator[Entry]:
+    """All that a training step enters or reads by name, in an order that depends on the code alone."""
+    kinds = dict.fromkeys(type(module) for module in model.modules())
+    roots: list[Entry] = [(kind.forward, f"{kind.__name__}.forward") for kind in kinds]
     for name, module in model.named_modules():
         if "forward" in vars(module):
-            yield vars(module)["forward"], f"{name}.forward".lstrip(".")
+            roots.append((vars(module)["forward"], f"{name}.forward".lstrip(".")))
+    walk = _Walk({id(module) for module in model.modules()})
+    for kind in kinds:
+        walk.add_class(kind)
     if loss_fn is not None:
         called = loss_fn if plain_function(loss_fn) else vars(type(loss_fn)).get("__call__")
-        yield called, getattr(loss_fn, "__name__", "loss_fn")
+        roots.append((called, getattr(loss_fn, "__name__", "loss_fn")))
+        walk.add_object(_owner(loss_fn))
+    yield from roots
+    yield from walk.follow(roots)
+
+
+def _owner(function: Any) -> Any:
+    """The object behind a bound method; a callable object itself; None for a plain function."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__self__", None if isinstance(function, FunctionType) else function)
+
+
+@dataclass
+class _Walk:
+    """Follows names. own: ids of the modules that are watched anyway; pending: functions still to be looked at."""
+
+    own: set[int]
+    classes: dict[type, None] = field(default_factory=dict)
+    objects: list[Any] = field(default_factory=list)
+    modules: list[Entry] = field(default_factory=list)
+    names: dict[str, None] = field(default_factory=dict)
+    pending: list[Entry] = field(default_factory=list)
+
+    def add_class(self, kind: type) -> None:
+        """Look names up in a class and its bases, as far as they are the user's."""
+        for one in kind.__mro__:
+            source = getattr(sys.modules.get(one.__module__), "__file__", None) or "typed in"
+            if one not in self.classes and one.__module__ != "builtins" and is_user_file(source):
+                self.classes[one] = None
+                self.pending += [found for name in self.names for found in _methods(one, name)]
+
+    def add_object(self, value: Any) -> None:
+        """Look names up in an object too, such as the trainer whose method the loss function is."""
+        if isinstance(value, nn.Module):
+            self.add_module(value, type(value).__name__)
+        elif isinstance(value, type):
+            self.add_class(value)
+        elif value is not None:
+            self.add_class(type(value))
+            if hasattr(value, "__dict__"):
+                self.objects.append(value)
+
+    def add_module(self, module: nn.Module, name: str) -> None:
+        """All of a module that is no part of the model, such as a criterion or a teacher in a closure."""
+        for path, one in module.named_modules():
+            if id(one) not in self.own:
+                self.own.add(id(one))
+                self.add_class(type(one))
+                full = f"{name}.{path}".rstrip(".")
+                plain = [key for key in vars(one) if key not in internals.INTERNAL]
+                found = list(_read(vars(one), plain, full, "object attribute"))
+                for table in internals.tables(one):
+                    found += _read(table, table, full, "object attribute")
+                self.modules.append((Attributes(tuple(found)), full))
+                self.pending.append((type(one).forward, f"{type(one).__name__}.forward"))
+
+    def follow(self, roots: Sequence[Entry]) -> Iterator[Entry]:
+        """What the roots reach by name."""
+        seen: set[int] = set()
+        given = {id(plain_function(function)) for function, _ in roots}
+        self.pending = [*roots, *self.pending]
+        while self.pending:
+            function, name = self.pending.pop(0)
+            if id(plain_function(function)) not in given:
+                given.add(id(plain_function(function)))
+                yield function, name
+            self._look(function, name, seen)
+        for kind in self.classes:
+            plain = [key for key in self.names if key in vars(kind) and not list(_methods(kind, key))]
+            yield Attributes(tuple(_read(vars(kind), plain, kind.__name__, "class attribute"))), kind.__name__
+        for value in self.objects:
+            named = [key for key in self.names if key in vars(value)]
+            owner = type(value).__name__
+            yield Attributes(tuple(_read(vars(value), named, owner, "object attribute"))), owner
+        yield from self.modules
+
+    def _look(self, function: Any, name: str, seen: set[int]) -> None:
+        """Take up the names in a function, and in those that it reaches through its variables."""
+        self._take_names(function)
+        for variable in variables(function, name, seen):
+            try:
+                value = variable.read()
+            except (ValueError, LookupError):  # a cell that is not filled yet
+                continue
+            self._take_names(value)
+            if isinstance(value, nn.Module):
+                self.add_module(value, f"{variable.function}.{variable.name}")
+
+    def _take_names(self, function: Any) -> None:
+        plain = plain_function(function)
+        if plain is None or not is_user_file(plain.__code__.co_filename):
+            return
+        for name in names_in(plain.__code__):
+            if name not in self.names:
+                self.names[name] = None
+                self.pending += [found for kind in self.classes for found in _methods(kind, name)]
+                for value in self.objects:
+                    held = vars(value).get(name)
+                    if isinstance(held, nn.Module):
+                        self.add_module(held, f"{type(value).__name__}.{name}")
+
+
+def _methods(kind: type, name: str) -> Iterator[Entry]:
+    """The function behind an entry of a class, if it is one: a method or a property."""
+    value = vars(kind).get(name)
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, functools.cached_property):
+        value = value.func
+    found = plain_function(value)
+    if found is not None:
+        yield found, f"{kind.__name__}.{name}"
+
+
+def _read(table: Mapping[Any, Any], names: Iterable[Any], owner: str, kind: str) -> Iterator[Variable]:
+    for name in names:
+        yield Variable(kind, str(name), owner, item(table, name))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -41,9 +44,32 @@ def check_random_recompute(program: Program) -> None:
             )
 
 
+def _host_random() -> dict[str, Any]:
+    """The states of Python's and NumPy's default random generators. NumPy is asked only if somebody uses it."""
+    states: dict[str, Any] = {"random": random.getstate()}
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        _, numbers, *rest = numpy_random.get_state()
+        states["numpy.random"] = (numbers.tobytes(), *rest)
+    return states
+
+
+def _check_host_random(before: dict[str, Any], model: nn.Module) -> None:
+    """Refuse code that drew a random number in Python: the program would repeat that number at each step."""
+    for name, state in _host_random().items():
+        if name in before and state != before[name]:
+            raise CaptureError(
+                f"the code draws a number from the module {name}, which a program would repeat at each step",
+                where=type(model).__name__,
+                expected="random numbers that are tensors",
+                do="draw it with torch and use it as a tensor (torch.where), or pass it as a batch field",
+            )
+
+
 @contextlib.contextmanager
 def explained(model: nn.Module, labels: Labels) -> Iterator[None]:
     """Turn what goes wrong while tracing into an error that shows the user's line; user errors keep their type."""
+    before = _host_random()
     try:
         yield
     except DATA_DEPENDENT as error:
@@ -65,3 +91,4 @@ def explained(model: nn.Module, labels: Labels) -> Iterator[None]:
             + (f", at {line}" if line else "")
         )
         raise
+    _check_host_random(before, model)

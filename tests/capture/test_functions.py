@@ -1,0 +1,135 @@
+"""What user code reads by name is followed: methods, class attributes, inner functions, objects behind a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from graphcomp import Plan, compile_train_step
+from graphcomp.capture.guards import ModelGuard
+
+SCALE = 2.0
+
+
+class Scaled(nn.Module):
+    """How the scale is read differs from subclass to subclass."""
+
+    factor = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(9.0).view(3, 3) / 9)
+
+    def scale(self) -> float:
+        return SCALE
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight * self.scale()
+
+
+class ByClass(Scaled):
+    def scale(self) -> float:
+        return self.factor
+
+
+class ByProperty(Scaled):
+    @property
+    def amount(self) -> float:
+        return SCALE
+
+    def scale(self) -> float:
+        return self.amount
+
+
+class ByStatic(Scaled):
+    @staticmethod
+    def scale() -> float:
+        return SCALE
+
+
+class ByInnerFunction(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return sum([x @ self.weight * SCALE for _ in range(2)], torch.zeros(()))
+
+
+class BySuper(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.alpha, self.weight, self.unread = 1.0, torch.tensor(1.0), 0
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return self.weighted(output.pow(2).mean())
+
+    def weighted(self, value: Tensor) -> Tensor:
+        return value * self.alpha * self.weight
+
+    def __call__(self, output: Tensor, batch: Any) -> Tensor:
+        return self.loss(output, batch)
+
+
+def square(output: Tensor, batch: Any) -> Tensor:
+    return output.pow(2).mean()
+
+
+def assert_followed(model: nn.Module, loss: Callable[..., Any], change: Callable[[], Any]) -> int:
+    """The loss of a step is eager's before and after a change that matters; returns the captures made."""
+    step, x = compile_train_step(model, loss, plan=Plan(backend="eager", quiet=True)), torch.randn(4, 3)
+    seen = []
+    for _ in range(2):
+        expected = float(loss(model(x), x).detach())
+        assert float(step([x]).loss) == pytest.approx(expected)
+        seen.append(expected)
+        if len(seen) == 1:
+            change()
+    assert seen[0] != seen[1]
+    return step.stats.traces
+
+
+@pytest.mark.parametrize("kind", [Scaled, ByProperty, ByStatic, ByInnerFunction, BySuper])
+def test_globals_of_methods_and_inner_functions(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_followed(kind(), square, lambda: monkeypatch.setitem(globals(), "SCALE", 3.0))
+
+
+def test_class_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ByClass()
+    before = ModelGuard(model, square).key()
+    assert_followed(model, square, lambda: monkeypatch.setattr(Scaled, "factor", 5.0))
+    found = ModelGuard.difference(before, ModelGuard(model, square).key())
+    assert found == ["class attribute 'factor' of Scaled was 2.0 and is 5.0"]
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_the_object_behind_a_loss(bound: bool) -> None:
+    trainer = Trainer()
+    loss = trainer.loss if bound else trainer
+    assert assert_followed(Scaled(), loss, lambda: setattr(trainer, "alpha", 3.0)) == 2
+    assert assert_followed(Scaled(), loss, lambda: trainer.weight.fill_(3.0)) == 1
+
+
+def test_attributes_that_no_code_names_change_nothing() -> None:
+    trainer = Trainer()
+    guard = ModelGuard(Scaled(), trainer.loss)
+    before = guard.key()
+    trainer.unread = 1
+    assert guard.key() == before
+
+
+def test_a_criterion_and_a_teacher_in_a_closure() -> None:
+    criterion = nn.CrossEntropyLoss(weight=torch.ones(3))
+    teacher = nn.Linear(3, 3).requires_grad_(False)
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return criterion(output, torch.tensor([0, 1, 2, 0])) + F.mse_loss(output, teacher(batch))
+
+    assert assert_followed(Scaled(), loss, lambda: criterion.weight[0].fill_(5.0)) == 1
+    assert assert_followed(Scaled(), loss, lambda: teacher.weight.add_(1.0)) == 1
+    assert assert_followed(Scaled(), loss, lambda: setattr(criterion, "label_smoothing", 0.5)) == 2
