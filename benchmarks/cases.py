@@ -67,12 +67,12 @@ def pipeline(rank: int, name: str, repeats: int) -> dict[str, Any]:
     ready: dict[str, float] = {}
     runs: dict[str, Callable[[], torch.Tensor]] = {}
     makers: dict[str, Callable[[], Any]] = {
-        "graphcomp": lambda: Graphcomp(case.config, case.split),
+        "graphcomp": lambda: Graphcomp(case.config, None),
         "peer, eager": lambda: Peer(case.config, case.microbatches, case.length, compiled=False),
         "peer, compiled": lambda: Peer(case.config, case.microbatches, case.length, compiled=True),
     }
     if name == "a":
-        makers["graphcomp, balanced cut"] = lambda: Graphcomp(case.config, None)
+        makers["graphcomp, hand cut"] = lambda: Graphcomp(case.config, case.split)
     gradients: dict[str, dict[str, torch.Tensor]] = {}
     with console.status("") as status:
         for label, maker in makers.items():

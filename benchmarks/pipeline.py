@@ -3,9 +3,10 @@
     python benchmarks/pipeline.py [--case a|b|c|compile|llama|all] [--repeats N] [--json FILE]
 
 Two processes over gloo, one thread each. In one run and in alternation: graphcomp, and the peer on hand-cut
-halves, once eager and once under torch.compile. Every case is printed, also where the peer wins. Clock
-times mean something on an idle machine only; the processor time of each rank, without the other's, is
-printed beside them.
+halves, once eager and once under torch.compile. graphcomp cuts where it finds the load balanced; in case
+(a) it also runs with the peer's cut. Every case is printed, also where the peer wins. Clock times mean
+something on an idle machine only; the processor time of each rank, without the other's, is printed beside
+them.
 """
 
 from __future__ import annotations

@@ -9,7 +9,10 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["HigherOrderOperator", "OpOverload", "argument_names", "flop_formula", "is_mutable"]
+__all__ = ["CAST", "HigherOrderOperator", "OpOverload", "argument_names", "flop_formula", "is_mutable"]
+
+CAST = torch.ops.aten._to_copy
+"""Another dtype, device or memory format."""
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward

@@ -20,6 +20,7 @@ from graphcomp.partition.extract import extract
 from graphcomp.partition.layouts import arrive_dense, turn_crossing
 from graphcomp.partition.place import Slot, place, split_gradient_sums
 from graphcomp.partition.prologue import build_prologue
+from graphcomp.partition.remat import without_recomputable
 from graphcomp.partition.routes import Routes, needs, route
 from graphcomp.partition.stages import Boundary, Carried, Partitioned, Stage
 from graphcomp.partition.traits import is_alias, order_of, replicable_nodes
@@ -147,6 +148,8 @@ class _Cutter:
             else:
                 route(value, self.slots[value], wanted, routes)
         routes.sort(self.order)
+        for stage, nodes in routes.saved.items():
+            routes.saved[stage] = without_recomputable(nodes, stage, self.slots)
         return routes
 
     def _copied(self, slot: Slot) -> set[Node]:

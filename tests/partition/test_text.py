@@ -75,22 +75,22 @@ loss:
   %_to_copy: f32[] = _to_copy(%denominator_loss, dtype=f32)
 return saved 0 = %add
 return saved 1 = %relu_1
-return saved 2 = %add_1
-return saved 3 = %_to_copy
 return loss loss = %sum_1
 return output output = %add_1
 
 stage program "stage 1 backward"
   %_1_fc_weight: f32[4, 4] = param 1.fc.weight
+  %denominator_loss: i64[] = denominator loss
   %loss_scale: f32[] = loss_scale
   %s0: int = size s0
   %add: f32[s0, 4] = saved 0
   %relu_1: f32[s0, 4] = saved 1
-  %add_1: f32[s0, 4] = saved 2
-  %_to_copy: f32[] = saved 3
 forward:
   %t_1: f32[4, 4] = t(%_1_fc_weight)                                            # 1.fc  test_text.py:20
   %detach_1: f32[s0, 4] = detach(%relu_1)                                       # 1  test_text.py:20
+  %add_1: f32[s0, 4] = add.Tensor(%add, %relu_1)                                # 1  test_text.py:20
+loss:
+  %_to_copy: f32[] = _to_copy(%denominator_loss, dtype=f32)
 backward:
   %div_1: f32[] = div.Tensor(%loss_scale, %_to_copy)
   %expand: f32[s0, 4] = expand(%div_1, [%s0, 4])                                # running.py:31
