@@ -12,6 +12,7 @@ from typing import Any
 import sympy
 import torch
 
+from graphcomp.compat.foreach import add_each
 from graphcomp.errors import AgreementError, VerifyError
 from graphcomp.ir.sizes import evaluator
 from graphcomp.partition.stages import Carried, Partitioned
@@ -282,8 +283,7 @@ def _accumulate(accumulate: Accumulate, context: Context) -> Operation:
 
     def operation(state: State) -> None:
         registers, gradients = state.registers, state.gradients
-        for slot, register in later:
-            gradients[slot].add_(registers[register])
+        add_each([gradients[slot] for slot, _ in later], [registers[register] for _, register in later])
         for slot, register, name in first:
             alone = register not in state.shared
             gradients[slot] = adopt(registers[register], alone, state.parameters.get(name), dtype)
