@@ -147,6 +147,7 @@ def chain(
         {},
         None,
         (),
+        None,
         0.0,
     )
     owners = {name: tuple(stages) for name, stages in users.items()}
