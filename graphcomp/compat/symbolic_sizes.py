@@ -9,7 +9,7 @@ trace, where the backward is.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,13 @@ CONCRETE = frozenset(
         torch.rnn_relu,
     }
 )
+
+
+@contextlib.contextmanager
+def symbolic_bodies() -> Iterator[None]:
+    """Within, operations on fake tensors take the bodies that keep sizes symbolic."""
+    with enable_python_dispatcher(), torch.no_grad():
+        yield
 
 
 class SymbolicSizes(TorchFunctionMode):

@@ -6,18 +6,18 @@ operation sees the strides it was traced with: it may rely on them (`view`), and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.fx import Graph, Node
 
 from graphcomp.compat.pytree import tree_map
+from graphcomp.compat.symbolic_sizes import symbolic_bodies
 from graphcomp.compat.symbols import hint
-from graphcomp.ir import meta
+from graphcomp.ir import meta, spelling
 from graphcomp.ir.program import Program
 from graphcomp.ir.signature import Activation, Role
 from graphcomp.partition.place import Slot
-from graphcomp.partition.traits import is_view
 
 permute = torch.ops.aten.permute.default
 
@@ -51,19 +51,27 @@ def turn_crossing(
     return changed
 
 
-def arrive_dense(program: Program) -> Program:
-    """Give each message the strides with which it arrives, and to the views of it what follows from them."""
+def arrive_dense(program: Program, saved: Mapping[Role, object]) -> Program:
+    """Give each message the strides with which it arrives, and to all that is computed from it what follows.
+
+    saved: what the forward of the same stage keeps, as it has it; a backward takes it over.
+    """
     changed: set[Node] = set()
     for what, node in program.input_nodes():
-        value = meta.tensor(node)
-        if _is_message(what) and value is not None and not _is_dense(value):
+        value, kept = meta.tensor(node), saved.get(what)
+        if value is None:
+            continue
+        if isinstance(what, Activation) and not _is_dense(value):
             with program.fake_mode:
                 meta.set_value(node, torch.empty(value.shape, dtype=value.dtype, device=value.device))
             changed.add(node)
+        elif isinstance(kept, torch.Tensor) and _strides(kept) != _strides(value):
+            meta.set_value(node, kept)
+            changed.add(node)
     for node in program.calls() if changed else []:
-        if is_view(node) and changed & set(node.all_input_nodes) and callable(node.target):
+        if not changed.isdisjoint(node.all_input_nodes) and callable(node.target):
             args, kwargs = tree_map(_known, node.args), tree_map(_known, node.kwargs)
-            with program.fake_mode:
+            with program.fake_mode, symbolic_bodies():
                 meta.set_value(node, node.target(*args, **kwargs))
             changed.add(node)
     return program
@@ -73,8 +81,8 @@ def _known(argument: object) -> object:
     return meta.value(argument) if isinstance(argument, Node) else argument
 
 
-def _is_message(what: Role) -> bool:
-    return isinstance(what, Activation)
+def _strides(value: torch.Tensor) -> tuple[object, ...]:
+    return tuple(map(spelling.expression, value.stride()))
 
 
 def _permuted(program: Program, node: Node, order: list[int]) -> Node:

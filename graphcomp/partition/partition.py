@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch.fx import Node
@@ -182,7 +182,8 @@ class _Cutter:
         second = None
         if has_backward:
             given = {**coming, **saved}
-            second = self._extract(f"stage {index} backward", run_backward, given, gradients, [backward])
+            kept = {what: meta.value(node) for what, node in first.output_items() if node is not None}
+            second = self._extract(f"stage {index} backward", run_backward, given, gradients, [backward], kept)
         fused = first if second is None else None
         if second is not None and not coming and not leaving:
             fused = self._extract(
@@ -195,7 +196,13 @@ class _Cutter:
         return Stage(index, first, second, fused)
 
     def _extract(
-        self, name: str, nodes: list[Node], given: dict[Node, Role], results: list[Result], slots: list[Slot]
+        self,
+        name: str,
+        nodes: list[Node],
+        given: dict[Node, Role],
+        results: list[Result],
+        slots: list[Slot],
+        saved: Mapping[Role, object] | None = None,
     ) -> Program:
         stage = slots[0].stage
 
@@ -206,7 +213,7 @@ class _Cutter:
             # Views of a saved base are shown again in backward.
             return own in slots or (own == Slot(False, stage) and slots[0].backward)
 
-        return arrive_dense(extract(self.program, name, nodes, given, results, computes=computes))
+        return arrive_dense(extract(self.program, name, nodes, given, results, computes=computes), saved or {})
 
     def _boundary(self, source: int, target: int, nodes: list[Node]) -> Boundary:
         return Boundary(source, target, tuple(self._carried(node) for node in nodes))
