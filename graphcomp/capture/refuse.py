@@ -22,12 +22,24 @@ from graphcomp.ir.randomness import draws
 
 def check_hooks(model: nn.Module) -> None:
     """Refuse hooks on parameters: autograd would call them, a program cannot."""
+    check_buffers(model)
     for name, parameter in model.named_parameters():
         if has_gradient_hooks(parameter):
             raise StateError(
                 f"parameter '{name}' has a gradient hook, which a compiled step would not call",
                 where=type(model).__name__,
                 do="remove the hook and change the gradient in .grad after the step",
+            )
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Refuse buffers that require a gradient: only parameters are trained."""
+    for name, buffer in model.named_buffers():
+        if buffer.requires_grad:
+            raise StateError(
+                f"buffer '{name}' requires a gradient, which a compiled step gives to parameters only",
+                where=type(model).__name__,
+                do="make it an nn.Parameter, or detach it before it is registered",
             )
 
 
@@ -85,6 +97,12 @@ def explained(model: nn.Module, labels: Labels) -> Iterator[None]:
     except Exception as error:
         line = error_line(error.__traceback__)
         name = labels.failed or labels.module
+        if "dynamo-optimized" in str(error):
+            raise CaptureError(
+                "a part of the model is compiled by torch.compile, which capture cannot look into",
+                where=f"module '{name}'" if name else type(model).__name__,
+                do="give the step the module as it was before torch.compile; the step compiles all of it",
+            ) from error
         error.add_note(
             f"graphcomp: while tracing {labels.phase} of {type(model).__name__}"
             + (f", module '{name}'" if name else "")

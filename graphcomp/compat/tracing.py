@@ -51,10 +51,30 @@ def swapped_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> contex
     return _reparametrize_module(model, dict(state), tie_weights=True, stack_weights=True)
 
 
+def _expand_first(bias: Any, left: Any, right: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """baddbmm with its first argument expanded: the operator itself cannot expand it to symbolic sizes."""
+    shape = (left.shape[0], left.shape[1], right.shape[2])
+    if tuple(bias.shape) == shape:
+        return NotImplemented  # which keeps the operator as it is
+    return torch.ops.aten.baddbmm.default(bias.expand(shape), left, right, beta=beta, alpha=alpha)
+
+
+@contextlib.contextmanager
+def _no_fused_attention() -> Iterator[None]:
+    """Attention layers in eval mode take, for padded batches, a fused path on nested tensors, which has no fakes."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 def trace(function: Callable[..., Any], arguments: Sequence[Any]) -> GraphModule:
     """make_fx over fake arguments (nested sequences of fake tensors), without decompositions."""
-    with SymbolicSizes():
-        return make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*arguments)
+    table: dict[Any, Callable[..., Any]] = {torch.ops.aten.baddbmm.default: _expand_first}
+    with SymbolicSizes(), _no_fused_attention():
+        return make_fx(function, table, tracing_mode="real", _allow_non_fake_inputs=True)(*arguments)
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:

@@ -1,0 +1,36 @@
+"""Models that a compiled step cannot honour are refused by name, and leave nothing behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphcomp import Plan, testing
+from graphcomp.errors import CaptureError, StateError
+
+
+class TrainedBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("gain", torch.ones(4, requires_grad=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight * self.gain
+
+
+def run(model: nn.Module) -> None:
+    testing.run_virtual(model, lambda o, b: o.sum(), [torch.ones(3, 4)], plan=Plan(backend="eager"))
+
+
+def test_a_buffer_that_requires_a_gradient() -> None:
+    with pytest.raises(StateError, match="buffer 'gain' requires a gradient"):
+        run(TrainedBuffer())
+
+
+def test_a_part_under_torch_compile() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Linear(4, 4), backend="eager"))
+    with pytest.raises(CaptureError, match=r"compiled by torch\.compile") as caught:
+        run(model)
+    assert caught.value.where == "module '1'"
