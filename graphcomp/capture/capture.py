@@ -25,6 +25,7 @@ from graphcomp.compat.symbols import (
     conditions,
     expression,
     fake_batch_leaf,
+    is_asked_about,
     new_fake_mode,
     symbol_names,
 )
@@ -85,7 +86,8 @@ def capture(
 
     def function(fakes: Sequence[torch.Tensor], batch_leaves: Sequence[torch.Tensor]) -> list[Any]:
         own = state.named(fakes)
-        with labels.applied(), labels.module_names(model), torch.set_grad_enabled(training):
+        # The state stays swapped in through the backward, where a checkpointed region runs again.
+        with labels.applied(), labels.module_names(model), torch.set_grad_enabled(training), swapped_state(model, own):
             objective = _run(model, loss_fn, spec, own, dict(zip(leaves, batch_leaves, strict=True)), labels, results)
             if training:
                 _differentiate(objective, own, labels, results)
@@ -94,7 +96,7 @@ def capture(
     with unchanged_model(model), explained(model, labels), mode:
         module = trace(function, (state.fakes, list(leaves.values())))
     roles = [*state.roles, *(role.BatchLeaf(path) for path in leaves)]
-    program, captured = _normalize(module, roles, results.roles, mode, leaves, Reachable(model, loss_fn))
+    program, captured = _normalize(module, roles, results.roles, mode, leaves, Reachable(model, loss_fn, training))
     check_random_recompute(program)
     return Joint(
         program=program,
@@ -118,20 +120,22 @@ def _run(
     labels: Labels,
     results: _Results,
 ) -> torch.Tensor | None:
-    """Forward and loss of one microbatch, as eager code, run once under the tracer; yields what is differentiated."""
+    """Forward and loss of one microbatch, as eager code, run once under the tracer; yields what is differentiated.
+
+    state: what is swapped into the model in the place of its parameters and buffers.
+    """
     batch = spec.unflatten(leaves)
     positional, named = arguments(model, batch)
     if type(batch) is dict and all(isinstance(name, str) for name in batch):
         batch = Fields(batch)
         batch.read.update(named)
-    with swapped_state(model, state):
-        output = model(*positional, **named)
-        updated = {name: buffer for name, buffer in model.named_buffers() if buffer is not state[name]}
-        labels.phase, labels.module = Phase.LOSS, None
-        if loss_fn is None:
-            found, metrics = loss_rules.from_output(output)
-        else:
-            found, metrics = loss_rules.normalize(loss_fn(output, batch))
+    output = model(*positional, **named)
+    updated = {name: buffer for name, buffer in model.named_buffers() if buffer is not state[name]}
+    labels.phase, labels.module = Phase.LOSS, None
+    if loss_fn is None:
+        found, metrics = loss_rules.from_output(output)
+    else:
+        found, metrics = loss_rules.normalize(loss_fn(output, batch))
     if isinstance(batch, Fields):
         results.read = frozenset(batch.read)
     objective = None
@@ -146,7 +150,8 @@ def _run(
         dtype = torch.float64 if torch.is_tensor(tokens) and tokens.is_floating_point() else torch.int64
         with labels.standing_for(role.Denominator(name)):
             denominator = torch.empty((), dtype=dtype, device=total.device)
-        share = total / denominator.to(total.dtype)
+        wide = torch.promote_types(total.dtype, torch.float32)  # half precision cannot hold every count
+        share = total.to(wide) / denominator.to(wide)
         objective = share if objective is None else objective + share
     for name, value in metrics.items():
         results.metrics.append(MetricSpec(name, value.reduction))
@@ -223,7 +228,7 @@ def _normalize(
             real = getattr(module, str(node.target))
             if id(real) not in known:
                 fake = mode.from_tensor(real, static_shapes=True)
-                source = reachable.find(real)
+                source = reachable.find(real, node)
                 if source is not None:
                     captured[source.name] = source
                     known[id(real)] = add(role.Captured(source.name), fake)
@@ -298,11 +303,15 @@ def _number_operations(graph: Graph) -> None:
 
 
 def _sizes(program: Program, mode: FakeTensorMode, leaves: dict[str, torch.Tensor]) -> Sizes:
-    """The sizes of the leaves that the program reads, and of those whose symbols it uses otherwise."""
+    """The sizes of the leaves that the program reads, whose symbols it uses otherwise, or that the trace asked about.
+
+    Code may decide on a size (`if mask.shape[1] > 8`) of a leaf that then is no input.
+    """
     shapes = {path: tuple(expression(mode, size) for size in leaf.shape) for path, leaf in leaves.items()}
     read = {what.path for what in program.inputs if isinstance(what, role.BatchLeaf)}
     used = {what.symbol for what in program.inputs if isinstance(what, role.Size)}
-    relevant = {p: shape for p, shape in shapes.items() if p in read or used & symbol_names(shape)}
+    asked = {path for path, leaf in leaves.items() if is_asked_about(mode, leaf)}
+    relevant = {p: shape for p, shape in shapes.items() if p in read | asked or used & symbol_names(shape)}
     symbols: dict[str, tuple[str, int]] = {}
     for path, shape in relevant.items():
         for dimension, size in enumerate(shape):

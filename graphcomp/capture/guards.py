@@ -265,7 +265,7 @@ def read_captured(captured: Mapping[str, Captured], expected: Mapping[str, torch
         tensor, want = _read(source.read), expected[name]
         if not isinstance(tensor, torch.Tensor):
             got = "nothing" if tensor is _UNSET else type(tensor).__name__
-        elif tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+        elif tensor.requires_grad and not want.requires_grad:
             got = _form(tensor) + ", requires a gradient"
         elif (tensor.shape, tensor.dtype, tensor.device) != (want.shape, want.dtype, want.device):
             got = _form(tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,16 +54,22 @@ def unchanged_model(model: nn.Module) -> Iterator[None]:
 
     Buffers may be rebound (their new value is an output of the program); the tracer's fakes never stay behind.
     """
-    before = [(name, module, dict(module.__dict__)) for name, module in model.named_modules()]
+    before = [(name, module, dict(module.__dict__), _contents(module)) for name, module in model.named_modules()]
     try:
         yield
     finally:
         changed = []
-        for name, module, attributes in before:
-            for key in module.__dict__.keys() | attributes.keys():
+        for name, module, attributes, contents in before:
+            for key in dict.fromkeys((*module.__dict__, *attributes)):
                 now, then = module.__dict__.get(key, _MISSING), attributes.get(key, _MISSING)
                 if now is not then and not _same(now, then) and not internals.is_derived(module, key):
                     changed.append((f"{name}.{key}".lstrip("."), then, now))
+            for key, old in contents.items():
+                container = attributes[key]
+                if not _holds(container, old):
+                    changed.append((f"{name}.{key}".lstrip("."), old, copy.copy(container)))
+                    container.clear()
+                    (container.extend if isinstance(container, list) else container.update)(old)
             if changed:
                 module.__dict__.clear()
                 module.__dict__.update(attributes)
@@ -75,6 +82,23 @@ def unchanged_model(model: nn.Module) -> Iterator[None]:
             got=_brief(now),
             do="make it a buffer (register_buffer), return it as an output, or do it outside of forward",
         )
+
+
+def _contents(module: nn.Module) -> dict[str, Any]:
+    """Copies of the plain containers that a module keeps as attributes, which forward may write into."""
+    return {
+        key: copy.copy(value)
+        for key, value in vars(module).items()
+        if type(value) in (list, dict, set) and key not in internals.INTERNAL and not internals.is_derived(module, key)
+    }
+
+
+def _holds(container: Any, old: Any) -> bool:
+    """Whether a container still holds the very objects that it did, or equal plain values."""
+    if isinstance(container, set):
+        return bool(container == old)
+    now, then = ([*c.keys(), *c.values()] if isinstance(c, dict) else c for c in (container, old))
+    return len(now) == len(then) and all(a is b or _same(a, b) for a, b in zip(now, then, strict=True))
 
 
 _MISSING = object()
@@ -91,6 +115,8 @@ def _brief(value: object) -> str:
         return "no such attribute"
     if isinstance(value, torch.Tensor):
         return f"tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (list, dict, set)):
+        return f"a {type(value).__name__} of {len(value)}"
     return repr(value)[:80]
 
 
@@ -105,8 +131,9 @@ class Captured:
 class Reachable:
     """All tensors that the model's attributes and the user's functions can reach, to give them names."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, training: bool = True) -> None:
         self._found: dict[int, Captured] = {}
+        self._training = training
         for name, module in model.named_modules():
             for key in module.__dict__:
                 self._add(f"{name}.{key}".lstrip("."), item(module.__dict__, key))
@@ -117,8 +144,23 @@ class Reachable:
                 with contextlib.suppress(ValueError, LookupError):  # a cell that is not filled yet
                     self._add(full, variable.read)
 
-    def find(self, tensor: torch.Tensor) -> Captured | None:
-        return self._found.get(id(tensor))
+    def find(self, tensor: torch.Tensor, node: Node) -> Captured | None:
+        """How user code reaches a tensor that `node` stands for; None if it cannot be followed.
+
+        Raises StateError for one that is to be trained: only what the model registers gets a gradient.
+        """
+        found = self._found.get(id(tensor))
+        if found is not None and self._training and tensor.requires_grad:
+            user = next(iter(node.users), None)
+            raise StateError(
+                f"'{found.name}' requires a gradient, but the code does not reach it as a parameter of the model, "
+                "so it would get none",
+                where=meta.note(user).source if user is not None else None,
+                expected="a parameter that the model registers, read as its attribute",
+                got="one held by a plain list or dict, a closure or a global",
+                do="use nn.ParameterList, nn.ModuleList or an attribute of the model; or requires_grad_(False)",
+            )
+        return found
 
     def require_literal(self, node: Node) -> None:
         """Refuse a tensor that is reached in a way nobody can follow from step to step."""

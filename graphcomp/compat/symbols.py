@@ -53,6 +53,15 @@ def symbol_names(expressions: Sequence[object]) -> set[str]:
     return {str(s) for e in expressions if isinstance(e, sympy.Basic) for s in e.free_symbols}
 
 
+def is_asked_about(mode: FakeTensorMode, leaf: torch.Tensor) -> bool:
+    """Whether a decision of the trace depended on a size of this batch tensor, so that a guard names its symbol."""
+    env: Any = mode.shape_env
+    # As they were made: a size that the trace has fixed or equated is replaced in `size.node.expr`.
+    raw = [size.node._expr for size in leaf.shape if isinstance(size, torch.SymInt)]
+    own = symbol_names(raw)
+    return any(own & symbol_names([guard.expr]) for guard in env.guards)
+
+
 def conditions(mode: FakeTensorMode, symbols: set[str], start: int = 0) -> tuple[sympy.Basic, ...]:
     """All that the shape environment assumes of these symbols: its guards from number `start` on, and the ranges."""
     env: Any = mode.shape_env

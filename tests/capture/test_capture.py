@@ -272,6 +272,16 @@ def test_the_denominator_is_an_input_and_no_token_count_is_frozen() -> None:
     assert 7 not in numbers
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_loss_in_half_precision_is_divided_by_the_exact_count(dtype: torch.dtype) -> None:
+    model, data, count = nn.Linear(4, 1, bias=False).to(dtype), torch.ones(2, 4, dtype=dtype), 70_001
+    joint = capture(model, lambda output, batch: TokenLoss(output.sum(), count), (data,))
+    found = gradients(run(joint, model, (data,), count))["weight"]
+    (model(data).sum() / count).backward()
+    assert float(found.sum()) > 0  # half precision would take the count for infinite
+    torch.testing.assert_close(found, model.weight.grad, rtol=0, atol=0)
+
+
 def test_named_losses_metrics_and_outputs() -> None:
     class Two(Net):
         def forward(self, tokens: Tensor) -> dict[str, Any]:
@@ -301,6 +311,25 @@ def test_unused_parameter_has_no_gradient_and_frozen_one_no_output() -> None:
     assert program.output(role.Grad("unused.weight")) is None
     assert role.Grad("embed.weight") not in program.outputs
     assert role.Param("unused.weight") not in program.inputs
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [lambda n, rows: n > 4, lambda n, rows: n == 5, lambda n, rows: n != rows, lambda n, rows: n + rows < 9],
+    ids=["range", "equal", "unequal", "sum"],
+)
+def test_decisions_on_sizes_of_a_field_that_is_no_input_are_conditions(decide: Any) -> None:
+    def loss(output: Tensor, data: Any) -> Tensor:
+        return output.mean() * (3 if decide(data["extra"].shape[0], data["tokens"].shape[0]) else 1)
+
+    def data(extra: int) -> dict[str, Tensor]:
+        return {"tokens": torch.zeros(3, 4, dtype=torch.int64), "extra": torch.zeros(extra)}
+
+    joint = capture(Net(), loss, data(5))
+    assert role.BatchLeaf("extra") not in joint.program.inputs
+    for extra in range(2, 9):
+        _, leaves = describe(data(extra))
+        assert joint.sizes.accepts(joint.sizes.bind(leaves), leaves) == (decide(extra, 3) == decide(5, 3)), extra
 
 
 def test_unread_batch_fields_are_no_inputs() -> None:

@@ -152,6 +152,37 @@ def test_attribute_rewritten_in_forward(code: Callable[[Any, Tensor], Any], part
         capture(model, loss_fn, batch())
 
 
+def append(model: Any, h: Tensor) -> Tensor:
+    model.log.append(h.mean())
+    return h
+
+
+def remember(model: Any, h: Tensor) -> Tensor:
+    model.masks[h.dim()] = h
+    return h
+
+
+def count_in_place(model: Any, h: Tensor) -> Tensor:
+    model.counts["calls"] += 1
+    return h
+
+
+@pytest.mark.parametrize(
+    ("code", "parts"),
+    [
+        (append, ("its attribute 'log'", "expected: a list of 1", "got: a list of 2")),
+        (remember, ("its attribute 'masks'", "expected: a dict of 0", "got: a dict of 1")),
+        (count_in_place, ("its attribute 'counts'",)),
+    ],
+)
+def test_container_written_in_forward(code: Callable[[Any, Tensor], Any], parts: tuple[str, ...]) -> None:
+    model = Code(code)
+    model.log, model.masks, model.counts = ["start"], {}, {"calls": 7}
+    with refused(StateError, model, *parts, "a compiled step would not repeat", "what to do: make it a buffer"):
+        capture(model, loss_fn, batch())
+    assert (model.log, model.masks, model.counts) == (["start"], {}, {"calls": 7})
+
+
 def test_every_module_is_restored_when_several_are_rewritten() -> None:
     def rewrite(model: Any, h: Tensor) -> Tensor:
         model.embed.seen = model.head.seen = h
@@ -183,6 +214,31 @@ def test_tensor_that_nobody_can_follow() -> None:
         capture(model, loss_fn, batch())
 
 
+def test_trained_tensor_that_the_model_does_not_register() -> None:
+    scale = nn.Parameter(torch.ones(16))
+
+    def scaled(output: Any, data: Any) -> Any:
+        return (output * scale).square().mean()
+
+    model = Net()
+    line = f"test_refuse.py:{scaled.__code__.co_firstlineno + 1}"
+    with refused(StateError, model, "'scaled.scale' requires a gradient", line, "what to do: use nn.ParameterList"):
+        capture(model, scaled, batch())
+    capture(model, scaled, batch(), training=False)  # nothing is trained there
+    scale.requires_grad_(False)
+    capture(model, scaled, batch())
+
+
+def test_parameter_read_out_of_a_plain_list() -> None:
+    def use(model: Any, h: Tensor) -> Tensor:
+        return h * model.weights[0]
+
+    model = Code(use)
+    model.weights = [model.hidden.bias]
+    with refused(StateError, model, "'weights[0]' requires a gradient", "would get none"):
+        capture(model, loss_fn, batch())
+
+
 def test_random_numbers_under_checkpoint() -> None:
     def region(model: Any, h: Tensor) -> Tensor:
         return checkpoint(model.drop, h, use_reentrant=False)
@@ -200,8 +256,9 @@ def test_checkpoint_without_random_numbers_is_captured() -> None:
 
     model = Code(region)
     before = Everything(model)
-    capture(model, loss_fn, batch())
+    joint = capture(model, loss_fn, batch())
     before.check()
+    assert not joint.captured  # the region that runs again in backward reads the same parameters
 
 
 def test_batch_that_requires_a_gradient() -> None:
