@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphcomp.errors import StepError
+from graphcomp.errors import StateError, StepError
 
 
 class LiveState:
@@ -22,6 +22,7 @@ class LiveState:
         """Find the places again, after modules or parameters were added or removed."""
         self._parameters = _places(self.model, "_parameters", [name for name, _ in self.model.named_parameters()])
         self._buffers = _places(self.model, "_buffers", [name for name, _ in self.model.named_buffers()])
+        self._overlaps = _overlaps({**self.parameters(), **self.buffers()})
 
     def parameters(self) -> dict[str, torch.Tensor]:
         return {name: table[key] for name, (table, key) in self._parameters.items()}
@@ -30,7 +31,18 @@ class LiveState:
         return {name: table[key] for name, (table, key) in self._buffers.items()}
 
     def commit(self, gradients: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
-        """Add gradients to `.grad` and write buffers. The last act of a step."""
+        """Add gradients to `.grad` and write buffers. The last act of a step.
+
+        Raises StateError, before any effect, for a written buffer that is a view of other state: programs take the two
+        for independent.
+        """
+        for name in buffers:
+            if name in self._overlaps:
+                raise StateError(
+                    f"buffer '{name}' is written in forward and shares memory with '{self._overlaps[name]}'",
+                    expected="written buffers with memory of their own",
+                    do="register a clone, or make the view in forward",
+                )
         with torch.no_grad():
             for name, gradient in gradients.items():
                 table, key = self._parameters[name]
@@ -66,4 +78,22 @@ def _places(model: nn.Module, table: str, names: list[str]) -> dict[str, tuple[d
     for name in names:
         path, _, key = name.rpartition(".")
         found[name] = (getattr(model.get_submodule(path), table), key)
+    return found
+
+
+def _overlaps(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Tensors that share memory with another one, by name, with the other's name."""
+    memory: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in tensors.items():
+        if tensor.device.type != "meta" and tensor.numel() and tensor.layout is torch.strided:
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            begin = tensor.data_ptr()
+            block = memory.setdefault(tensor.untyped_storage().data_ptr(), [])
+            block.append((begin, begin + extent * tensor.element_size(), name))
+    found: dict[str, str] = {}
+    for block in memory.values():
+        for begin, end, name in block:
+            for other_begin, other_end, other in block:
+                if name != other and begin < other_end and other_begin < end:
+                    found.setdefault(name, other)
     return found

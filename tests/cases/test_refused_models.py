@@ -20,6 +20,18 @@ class TrainedBuffer(nn.Module):
         return x @ self.weight * self.gain
 
 
+class OverlappingBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("whole", torch.zeros(4))
+        self.register_buffer("part", self.whole[:2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.whole.add_(1)
+        return x @ self.weight * self.part.sum()
+
+
 def run(model: nn.Module) -> None:
     testing.run_virtual(model, lambda o, b: o.sum(), [torch.ones(3, 4)], plan=Plan(backend="eager"))
 
@@ -34,3 +46,10 @@ def test_a_part_under_torch_compile() -> None:
     with pytest.raises(CaptureError, match=r"compiled by torch\.compile") as caught:
         run(model)
     assert caught.value.where == "module '1'"
+
+
+def test_a_written_buffer_that_another_one_is_a_view_of() -> None:
+    model = OverlappingBuffers()
+    with pytest.raises(StateError, match="buffer 'whole' is written in forward and shares memory with 'part'"):
+        run(model)
+    assert torch.equal(model.whole, torch.zeros(4))
