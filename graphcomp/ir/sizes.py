@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import sympy
 import torch
+
 from graphcomp.compat.symbols import PythonPrinter
 
 Expression: TypeAlias = sympy.Expr | int

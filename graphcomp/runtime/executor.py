@@ -16,7 +16,7 @@ from graphcomp.errors import StepError
 from graphcomp.ir.signature import Loss, Metric, Output, Role
 from graphcomp.partition.stages import Partitioned
 from graphcomp.runtime.inputs import StepInputs, link_binds
-from graphcomp.runtime.instructions import Instruction, RankProgram, Run, RunKind
+from graphcomp.runtime.instructions import Instruction, RankProgram, Run
 from graphcomp.runtime.link import Callables, Context, Operation, State, link
 from graphcomp.runtime.transport import Transport
 
