@@ -36,7 +36,7 @@ def without_recomputable(saved: Sequence[Node], stage: int, slots: Mapping[Node,
     kept = set(saved)
     for node in saved:
         own = slots.get(node) == Slot(False, stage)
-        if own and _is_cheap(node) and all(_is_at_hand(one, kept) for one in node.all_input_nodes):
+        if own and _is_cheap(node) and all(_is_at_hand(one, kept, stage, slots) for one in node.all_input_nodes):
             kept.remove(node)
     return [node for node in saved if node in kept]
 
@@ -45,11 +45,12 @@ def _is_cheap(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.overloadpacket in _CHEAP
 
 
-def _is_at_hand(node: Node, kept: set[Node]) -> bool:
-    """Whether the backward has a value without computing more than views of what it has."""
+def _is_at_hand(node: Node, kept: set[Node], stage: int, slots: Mapping[Node, Slot]) -> bool:
+    """Whether the backward has a value without computing more than its own stage's views of what it has."""
     base: Node | None = node
     while base is not None:
         if base in kept or base.op == "placeholder" or is_number(base):
             return True
-        base = viewed_argument(base) if is_view(base) else None
+        own = slots.get(base, Slot(False, stage)) == Slot(False, stage)  # a view of another stage arrives, or does not
+        base = viewed_argument(base) if is_view(base) and own else None
     return False
