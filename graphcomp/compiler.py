@@ -22,6 +22,7 @@ from graphcomp.ir import signature as role
 from graphcomp.ir.program import Program
 from graphcomp.ir.verify import verify
 from graphcomp.partition import Partitioned, partition
+from graphcomp.partition.homes import homes_of
 from graphcomp.passes.base import Pass
 from graphcomp.passes.cse import CommonSubexpressions
 from graphcomp.passes.dead_code import DeadCode
@@ -94,6 +95,7 @@ class GraphCompiler:
         self.backend: Backend = backends.get(self.plan.backend, self._tell)
         self.specialisations: list[Specialisation] = []
         self.traces = 0
+        self.homes: dict[str, tuple[int, ...]] = {}
 
     def capture(self, example: Any, *, training: bool = True, device: Any = None) -> Joint:
         """The joint program of a microbatch like `example`, after the passes. Adds a specialisation.
@@ -118,10 +120,12 @@ class GraphCompiler:
         """The stages of a specialisation (the latest by default). outputs: with the model's own outputs."""
         one = specialisation or self._latest()
         if outputs not in one.partitions:
-            cut = partition(one.joint, self.plan.stage_count, self.plan.split, outputs=outputs)
+            homes = self.homes if self.is_cut else None
+            cut = partition(one.joint, self.plan.stage_count, self.plan.split, outputs=outputs, homes=homes)
             for program in stage_programs(cut):
                 verify(program, made_by="partition")
             one.partitions[outputs] = cut
+            self.homes = homes_of(cut.stages) | self.homes
         return one.partitions[outputs]
 
     def schedule(self, partitioned: Sequence[Partitioned]) -> Schedule:

@@ -13,10 +13,12 @@ from graphcomp.errors import PartitionError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.program import Program
+from graphcomp.ir.randomness import draws
 from graphcomp.ir.signature import Role
 from graphcomp.partition.balance import balanced_cuts
 from graphcomp.partition.cuts import named_cuts, owned_forward
 from graphcomp.partition.extract import extract
+from graphcomp.partition.homes import Homes, homes_of, kept_cuts, require_homes
 from graphcomp.partition.layouts import arrive_dense, turn_crossing
 from graphcomp.partition.place import Slot, place, split_gradient_sums
 from graphcomp.partition.prologue import build_prologue
@@ -29,12 +31,18 @@ Result = tuple[Role, Node | None]
 
 
 def partition(
-    joint: Joint, stages: int = 1, split: Sequence[str] | None = None, *, outputs: bool = True
+    joint: Joint,
+    stages: int = 1,
+    split: Sequence[str] | None = None,
+    *,
+    outputs: bool = True,
+    homes: Homes | None = None,
 ) -> Partitioned:
     """Cut a joint program into stages.
 
     split: the modules that begin stages 1, 2, ...; None: a balanced cut into `stages`.
     outputs: whether the model's own outputs are among the results of the stages.
+    homes: the stages that hold each parameter and buffer since an earlier cut; this one leaves them there.
 
     Raises PartitionError, StateError or LossError, naming what does not fit.
     """
@@ -44,11 +52,16 @@ def partition(
     forward = owned_forward(program, replicable)
     if split is not None:
         cuts = named_cuts(forward, split)
+    elif homes:
+        cuts = kept_cuts(program, forward, replicable, homes, stages)
     else:
         cuts = balanced_cuts(program, forward, replicable, stages)
     slots = place(program, cuts, forward, replicable)
     cut = _Cutter(joint, len(cuts) + 1, replicable, slots, outputs).cut()
-    return replace(cut, joint=original)
+    if homes:
+        require_homes(homes_of(cut.stages), homes)
+    held = {name: homes[name] for name in cut.parameter_stages if name in homes} if homes else {}
+    return replace(cut, joint=original, parameter_stages={**cut.parameter_stages, **held})
 
 
 @dataclass
@@ -115,6 +128,8 @@ class _Cutter:
         """The owned nodes that some result needs; a sum that was split up, and dead code, are none."""
         live: set[Node] = set()
         pending = [node for results in self.results.values() for _, node in results if node is not None]
+        # A draw that nobody reads moves the random stream on all the same.
+        pending += [node for node in self.program.calls() if node in self.slots and draws(node)]
         while pending:
             node = pending.pop()
             if node in live:

@@ -1,0 +1,79 @@
+"""Homes: the stages that hold each parameter and buffer. The first cut decides; later specialisations are cut to fit.
+
+A rank trains and updates only what its stages hold. A specialisation that were cut elsewhere (evaluation, which has no
+backward to weigh; other sizes) would read copies that nobody updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch.fx import Node
+
+from graphcomp.errors import PartitionError
+from graphcomp.ir import signature as role
+from graphcomp.ir.program import Program
+from graphcomp.partition.balance import crossing_bytes, depth
+from graphcomp.partition.stages import Stage
+
+Homes = Mapping[str, tuple[int, ...]]
+
+
+def homes_of(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
+    """For every parameter and buffer, the stages whose programs read it or yield its gradient, ascending."""
+    found: dict[str, list[int]] = {}
+    kinds = (role.Param, role.Buffer, role.Grad, role.BufferUpdate)
+    for stage in stages:
+        programs = [stage.forward, *([stage.backward] if stage.backward is not None else [])]
+        names = {what.name for p in programs for what in (*p.inputs, *p.outputs) if isinstance(what, kinds)}
+        for name in names:
+            found.setdefault(name, []).append(stage.index)
+    return {name: tuple(found[name]) for name in sorted(found)}
+
+
+def kept_cuts(program: Program, forward: Sequence[Node], replicable: set[Node], homes: Homes, stages: int) -> list[int]:
+    """The cuts under which each forward node that reads state lies where that state is; else as cheap as can be.
+
+    Raises PartitionError if the code uses its state in another order than the first cut had it.
+    """
+    state = {node: what.name for what, node in program.input_nodes() if isinstance(what, role.Param | role.Buffer)}
+    crossing = crossing_bytes(forward, replicable)
+    needed = [_homes(node, replicable, state, homes) for node in forward]
+    cuts: list[int] = []
+    for stage in range(1, stages):
+        first = max([cuts[-1] if cuts else 0, *(i + 1 for i, (low, high) in enumerate(needed) if high < stage)])
+        last = min((i for i, (low, high) in enumerate(needed) if low >= stage), default=len(forward) - 1)
+        if first > last:
+            raise PartitionError(
+                "this kind of microbatch uses the model's parameters in another order than the first one did, "
+                f"so no cut leaves them on their stages: none lies between stages {stage - 1} and {stage}",
+                do="name the cuts (Plan(split=...)), or compile an example first that runs the whole model",
+            )
+        cuts.append(min(range(first, last + 1), key=lambda i: (crossing[i], depth(forward, i), -i)))
+    return cuts
+
+
+def require_homes(found: Homes, homes: Homes) -> None:
+    """Raises PartitionError, naming the first, if something is read on a stage that does not hold it."""
+    for name, stages in found.items():
+        if name in homes and not set(stages) <= set(homes[name]):
+            raise PartitionError(
+                f"'{name}' would be used on another stage than the one that holds it",
+                expected=f"stages {homes[name]}",
+                got=f"stages {stages}",
+                do="name the cuts (Plan(split=...)), so that every kind of microbatch is cut alike",
+            )
+
+
+def _homes(node: Node, replicable: set[Node], state: Mapping[Node, str], homes: Homes) -> tuple[float, float]:
+    """The lowest and highest stage that a node may run on; any, if it reads no state that has a home."""
+    low, high = -float("inf"), float("inf")
+    pending = list(node.all_input_nodes)
+    while pending:
+        current = pending.pop()
+        if current in state and state[current] in homes:
+            held = homes[state[current]]
+            low, high = max(low, held[0]), min(high, held[-1])
+        elif current in replicable:
+            pending.extend(current.all_input_nodes)
+    return low, high
