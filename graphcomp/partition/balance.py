@@ -19,6 +19,8 @@ from graphcomp.partition.traits import uses_parameter
 
 # What a byte that crosses costs each of its two stages, in FLOPs.
 FLOPS_PER_BYTE = 20
+# No operation takes less than about 4 microseconds: small models are bound by the number of operations.
+LEAST_WORK = 350_000
 # The imbalance that is tolerated for cheaper boundaries, and for cuts at higher modules.
 SLACK_FOR_BYTES, SLACK_FOR_MODULES = 1.25, 1.03
 # The model is looked at in about this many pieces of equal work, which bounds the time of the search.
@@ -78,12 +80,17 @@ def _work(program: Program, forward: Sequence[Node]) -> list[int]:
     for node in program.calls():
         note = meta.note(node)
         if note.phase is Phase.BACKWARD and note.operation is not None:
-            backward[note.operation] = backward.get(note.operation, 0) + work(node)
+            backward[note.operation] = backward.get(note.operation, 0) + _time(node)
     operations = [meta.note(node).operation for node in forward]
     return [
-        work(node) + (backward.get(number, 0) if number is not None else 0)
+        _time(node) + (backward.get(number, 0) if number is not None else 0)
         for node, number in zip(forward, operations, strict=True)
     ]
+
+
+def _time(node: Node) -> int:
+    found = work(node)
+    return max(found, LEAST_WORK) if found else 0
 
 
 def crossing_bytes(forward: Sequence[Node], replicable: set[Node]) -> list[int]:

@@ -31,8 +31,8 @@ estimates at the sizes of the example microbatch
 
 stages
            parameters      bytes  FLOPs   share  saved      bytes
-  stage 0      29.5 K  115.2 KiB  5.5 M  48.1 %     31  130.1 KiB
-  stage 1      27.5 K  107.5 KiB  6.0 M  51.9 %     37  146.3 KiB
+  stage 0      29.5 K  115.2 KiB  5.5 M  48.2 %     29   98.1 KiB
+  stage 1      27.5 K  107.5 KiB  6.0 M  51.8 %     34  114.3 KiB
   stage 0
     modules  embed, positions, blocks.0-blocks.1
     batch    tokens
@@ -57,8 +57,8 @@ schedule
 
 predicted
           bubble  in flight  parameters  gradients      saved  peak memory
-  rank 0  24.6 %          2   115.2 KiB  115.2 KiB  260.2 KiB    490.8 KiB
-  rank 1  18.8 %          1   107.5 KiB  107.5 KiB  146.3 KiB    361.3 KiB
+  rank 0  24.6 %          2   115.2 KiB  115.2 KiB  196.2 KiB    426.8 KiB
+  rank 1  18.8 %          1   107.5 KiB  107.5 KiB  114.3 KiB    329.3 KiB
 
 sizes
   s0 = tokens.shape[0]
@@ -77,20 +77,20 @@ estimates at the sizes of the example microbatch
 
 stages
            parameters    bytes   FLOPs   share  saved    bytes
-  stage 0       1.5 K  6.0 KiB  30.9 K  51.4 %      4  1.0 KiB
-  stage 1       1.3 K  5.0 KiB  29.3 K  48.6 %      8  1.4 KiB
+  stage 0       1.6 K  6.2 KiB  31.6 K  52.6 %      7  1.6 KiB
+  stage 1       1.2 K  4.8 KiB  28.5 K  47.4 %      4    832 B
   stage 0
-    modules  first, norm1, second
+    modules  first, norm1, second, norm2
     batch    [0]
-    buffers  norm1.num_batches_tracked (updated), norm1.running_mean (updated), norm1.running_var (updated)
+    buffers  norm1.num_batches_tracked (updated), norm1.running_mean (updated), norm1.running_var (updated),
+             norm2.num_batches_tracked (updated), norm2.running_mean (updated), norm2.running_var (updated)
   stage 1
-    modules  norm2, third, last
+    modules  third, last
     batch    [1]
-    buffers  norm2.num_batches_tracked (updated), norm2.running_mean (updated), norm2.running_var (updated)
 
 cuts
-  0 > 1  activation  addmm_1    f32[s0, 32]  384 B
-  1 > 0  gradient    getitem_8  f32[s0, 32]  384 B
+  0 > 1  activation  getitem_3             f32[s0, 32]  384 B
+  1 > 0  gradient    threshold_backward_1  f32[s0, 32]  384 B
 
 shared parameters
   none
@@ -107,8 +107,8 @@ schedule
 
 predicted
           bubble  in flight  parameters  gradients    saved  peak memory
-  rank 0  32.1 %          2     6.0 KiB    6.0 KiB  2.0 KiB     14.0 KiB
-  rank 1  35.7 %          2     5.0 KiB    5.0 KiB  2.9 KiB     12.9 KiB
+  rank 0  31.0 %          2     6.2 KiB    6.2 KiB  3.2 KiB     15.8 KiB
+  rank 1  37.9 %          2     4.8 KiB    4.8 KiB  1.6 KiB     11.2 KiB
 
 sizes
   s0 = [0].shape[0]

@@ -117,9 +117,8 @@ def test_balanced_with_one_value_a_cut(blocks: int, stages: int) -> None:
 
 
 def test_a_large_head_counts() -> None:
-    cut = partition(gpt(8, vocab=2048, width=32), 2)
-    assert max(shares(cut)) < 1.35
-    assert "blocks.5" in modules(cut)[0]  # the head weighs more than five blocks
+    cut = partition(gpt(8, vocab=4096, width=32), 2)
+    assert "blocks.4" in modules(cut)[0]  # the head takes longer than two of these blocks, which are many small calls
 
 
 def test_frozen_layers_weigh_less() -> None:
