@@ -125,15 +125,17 @@ class Engine:
     def run(self, bound: Sequence[Bound], outputs: str = "none", loss_scale: float = 1.0) -> Ran:
         """One step over microbatches that `prepare` was called for. Writes to nothing of the model."""
         prepared, _ = self.prepare([one.specialisation for one in bound], outputs != "none")
-        counts = self._count(bound, prepared)
-        inputs = self._inputs(bound, prepared, counts, loss_scale)
-        for executor in prepared.executors:
-            executor.begin(inputs)
-        if self.virtual or self.layout.side is None:
-            return self._finish(bound, prepared, counts, run_virtual_ranks(prepared.executors), outputs)
         try:
-            return self._finish(bound, prepared, counts, [prepared.executors[0].run(inputs)], outputs)
+            counts = self._count(bound, prepared)
+            inputs = self._inputs(bound, prepared, counts, loss_scale)
+            for executor in prepared.executors:
+                executor.begin(inputs)
+            return self._finish(bound, prepared, counts, run_virtual_ranks(prepared.executors), outputs)
         except Exception as error:
+            for executor in prepared.executors:
+                executor.drop()
+            if self.virtual or self.layout.side is None:
+                raise
             self.broken = f"{type(error).__name__}: {error}".splitlines()[0]
             if any(text in self.broken for text in LOST):
                 raise RankFailure(
@@ -174,7 +176,9 @@ class Engine:
     def _inputs(self, bound: Sequence[Bound], prepared: Prepared, counts: Counts, loss_scale: float) -> StepInputs:
         joints = {id(cut.joint): cut.joint for cut in prepared.partitioned}.values()
         wants_seed = any(role.Seed() in joint.program.inputs for joint in joints)
-        seeds = step_seeds(len(bound)) if wants_seed else [None] * len(bound)
+        seeds: Sequence[torch.Tensor | None] = [None] * len(bound)
+        if wants_seed:
+            seeds = self.agreement.of_the_first(torch.stack(step_seeds(len(bound)))).unbind()
         specialisations = {one.specialisation.number: one.specialisation for one in bound}.values()
         captured = {name: value for one in specialisations for name, value in one.read_captured().items()}
         return StepInputs(
@@ -282,7 +286,8 @@ def _facts(bound: Sequence[Bound], training: bool, outputs: str, loss_scale: flo
         f"outputs={outputs!r}, loss_scale={loss_scale}",
         *(f"microbatch {i}: specialisation {n}, sizes {sizes}" for i, (n, *sizes) in enumerate(each)),
     ]
-    return (training, len(outputs), loss_scale, each), "\n".join(lines)
+    kinds = ("none", "local", "all")
+    return (training, kinds.index(outputs), loss_scale, each), "\n".join(lines)
 
 
 def _wire_text(prepared: Prepared) -> str:

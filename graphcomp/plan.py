@@ -75,7 +75,8 @@ class Plan:
                     got=f"{len(self.split)}: {', '.join(self.split)}",
                     do="leave out `stages`, or name the module that begins each stage but the first",
                 )
-        if not isinstance(self.deadline, (int, float)) or self.deadline <= 0:
+        seconds = self.deadline if isinstance(self.deadline, (int, float)) else 0
+        if isinstance(self.deadline, bool) or not 0 < seconds < float("inf"):
             raise PlanError("Plan(deadline=...) is a positive number of seconds", got=repr(self.deadline))
         if self.accumulate_dtype is not None and not (
             isinstance(self.accumulate_dtype, torch.dtype) and self.accumulate_dtype.is_floating_point

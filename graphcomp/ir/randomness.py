@@ -41,7 +41,7 @@ def step_seeds(microbatches: int, first: int = 0) -> list[torch.Tensor]:
 
     first: index of the first of them among the microbatches of all data ranks. Draws one number from torch's
     default CPU generator, however many microbatches there are, so that `torch.manual_seed` makes a step
-    repeatable; ranks get the same seeds only if their generators are in the same state.
+    repeatable; the ranks of a pipeline use the numbers of their first rank.
     """
     draw = _number(torch.randint(0, 1 << 62, (), dtype=torch.int64, device="cpu"))
     numbers = (mix(draw, first + i) >> 1 for i in range(microbatches))  # 63 bits: int64 has a sign

@@ -40,6 +40,12 @@ class Agreement:
         if failed or most != -least:
             self.share(text, failure, "take part in the step")
 
+    def of_the_first(self, values: torch.Tensor) -> torch.Tensor:
+        """The host tensor that the pipeline's first rank has, on all of them."""
+        if self.side is not None:
+            dist.broadcast(values, group=self.side, group_src=0)
+        return values
+
     def share(self, text: str, failure: Exception | None, what: str, more: object = None) -> list[Any]:
         """Compare texts line by line; returns what each rank gave as `more`. Raises as `compare_step` does."""
         if self.side is None:

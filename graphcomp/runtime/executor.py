@@ -74,6 +74,10 @@ class RankExecutor:
         self._state: State | None = None
         self._next = 0
 
+    def drop(self) -> None:
+        """Give up a step that failed, with all that it holds."""
+        self._state = None
+
     def begin(self, inputs: StepInputs) -> None:
         """Take the inputs of a step; whatever an earlier step left behind is dropped."""
         if len(inputs.microbatches) != self.program.microbatches:
