@@ -127,7 +127,9 @@ def main() -> int:
     learned = end < 0.8 * start
     console.print(table)
     made = f"{step.stats.traces} capture and {step.stats.programs} compiled programs served all lengths on this rank"
-    console.print(f"mean loss of the first 3 steps {start:.3f}, of the last 5 {end:.3f}; {made}; every program as text: {folder}/")
+    console.print(
+        f"mean loss of the first 3 steps {start:.3f}, of the last 5 {end:.3f}; {made}; every program as text: {folder}/"
+    )
     if not learned:
         console.print("[red]the loss did not fall clearly[/red]")
     if not same:
@@ -160,7 +162,14 @@ def parity(step, microbatches, expected, tolerance: float) -> tuple[Table, bool]
         rows.append((name, float(norm), float(other), float((p.grad - gradients[name]).norm() / other)))
     everywhere: list[list] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, rows)
-    table = Table("rank", "value", "compiled", "eager", "relative difference", title="one step, compiled and eager: the loss, and the norm of each gradient")
+    table = Table(
+        "rank",
+        "value",
+        "compiled",
+        "eager",
+        "relative difference",
+        title="one step, compiled and eager: the loss, and the norm of each gradient",
+    )
     for rank, found in enumerate(everywhere):
         for name, mine, other, difference in found:
             table.add_row(str(rank), name, f"{mine:.6f}", f"{other:.6f}", f"{difference:.1e}")

@@ -125,7 +125,9 @@ class CompiledStep:
 
     def _run(self, microbatches: Iterable[Any], outputs: str, loss_scale: float, *, training: bool) -> StepResult:
         if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)) or not math.isfinite(loss_scale):
-            raise PlanError("loss_scale is a finite number", got=repr(loss_scale), do="read a tensor with float() first")
+            raise PlanError(
+                "loss_scale is a finite number", got=repr(loss_scale), do="read a tensor with float() first"
+            )
         if outputs not in _OUTPUTS:
             raise PlanError(f"unknown outputs={outputs!r}", expected=", ".join(map(repr, _OUTPUTS)))
         bound = self._bind(microbatches, outputs, loss_scale, training=training)

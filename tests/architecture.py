@@ -132,32 +132,22 @@ def import_direction(source: Source) -> Iterator[Violation]:
     """Every layer imports only layers below it."""
     layer = source.layer
     if layer not in LEVEL and layer not in OBSERVERS | {"graphcomp"}:
-        yield Violation(
-            source.path, 1, f"layer '{layer}' has no place in the order of layers (tests/architecture.py)"
-        )
+        yield Violation(source.path, 1, f"layer '{layer}' has no place in the order of layers (tests/architecture.py)")
         return
     for item in source.imports:
         if item.target.partition(".")[0] == "passes":
-            yield Violation(
-                source.path, item.line, "import it as graphcomp.passes: only that name is shipped"
-            )
+            yield Violation(source.path, item.line, "import it as graphcomp.passes: only that name is shipped")
         if item.target.partition(".")[0] != "graphcomp":
             continue
         other = layer_of(item.target)
         if other in OBSERVERS or other == layer or layer in OBSERVERS | {"graphcomp"}:
             continue
         if other not in LEVEL:
-            yield Violation(
-                source.path, item.line, f"{item.target} is no layer: import from the file that defines it"
-            )
+            yield Violation(source.path, item.line, f"{item.target} is no layer: import from the file that defines it")
         elif layer in ONLY and other not in ONLY[layer]:
-            yield Violation(
-                source.path, item.line, f"{layer} may import only {sorted(ONLY[layer])}, not {other}"
-            )
+            yield Violation(source.path, item.line, f"{layer} may import only {sorted(ONLY[layer])}, not {other}")
         elif LEVEL[other] >= LEVEL[layer]:
-            yield Violation(
-                source.path, item.line, f"{layer} stands below or beside {other} and must not import it"
-            )
+            yield Violation(source.path, item.line, f"{layer} stands below or beside {other} and must not import it")
 
 
 def observers_are_lazy(source: Source) -> Iterator[Violation]:
@@ -171,9 +161,7 @@ def observers_are_lazy(source: Source) -> Iterator[Violation]:
         if source.layer not in WIRING:
             yield Violation(source.path, item.line, f"{source.layer} must not import {other}")
         elif not (item.lazy or item.for_types):
-            yield Violation(
-                source.path, item.line, f"{other} must be imported inside the function that needs it"
-            )
+            yield Violation(source.path, item.line, f"{other} must be imported inside the function that needs it")
 
 
 def schedule_without_torch(source: Source) -> Iterator[Violation]:
@@ -230,9 +218,7 @@ def _private_attribute(source: Source, node: ast.Attribute, torch_names: set[str
     if isinstance(root, ast.Name) and root.id in torch_names:
         yield Violation(source.path, node.lineno, f"private torch name {ast.unparse(node)} outside compat/")
     elif node.attr in PRIVATE_ATTRIBUTES and ast.unparse(node.value) not in ("self", "cls"):
-        yield Violation(
-            source.path, node.lineno, f"private attribute of a torch object, {node.attr}, outside compat/"
-        )
+        yield Violation(source.path, node.lineno, f"private attribute of a torch object, {node.attr}, outside compat/")
 
 
 def _private_by_text(source: Source, node: ast.Call, torch_names: set[str]) -> Iterator[Violation]:
@@ -241,9 +227,7 @@ def _private_by_text(source: Source, node: ast.Call, torch_names: set[str]) -> I
     texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
     if name in ("getattr", "hasattr", "setattr") and node.args:
         first = ast.unparse(node.args[0]).partition(".")[0]
-        found = [
-            text for text in texts if _private(text) and (first in torch_names or text in PRIVATE_ATTRIBUTES)
-        ]
+        found = [text for text in texts if _private(text) and (first in torch_names or text in PRIVATE_ATTRIBUTES)]
     elif name in ("import_module", "__import__"):
         found = [text for text in texts if text.partition(".")[0] == "torch" and _private(text)]
     else:

@@ -161,9 +161,7 @@ KEPT: list[tuple[Rule, str, str]] = [
 
 @pytest.mark.parametrize(("rule", "path", "text", "says"), BROKEN)
 def test_a_rule_fires(rule: Rule, path: str, text: str, says: str) -> None:
-    assert any(says in str(violation) for violation in rule(Source(path, text))), list(
-        rule(Source(path, text))
-    )
+    assert any(says in str(violation) for violation in rule(Source(path, text))), list(rule(Source(path, text)))
 
 
 @pytest.mark.parametrize(("rule", "path", "text"), KEPT)

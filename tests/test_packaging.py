@@ -58,9 +58,7 @@ def test_every_folder_of_modules_is_a_package() -> None:
 def test_a_users_own_passes_module_shadows_nothing(tmp_path: Path) -> None:
     (tmp_path / "passes.py").write_text("mine = True\n")
     code = "import passes, graphcomp.passes as ours; print(passes.mine, ours.__path__[0])"
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     mine, ours = run.stdout.split(maxsplit=1)
     assert mine == "True"
     assert Path(ours.strip()).name == "passes"

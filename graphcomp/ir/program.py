@@ -83,9 +83,7 @@ class Program:
         graph = Graph()
         output = graph.output(graph.graph_copy(self.graph, {}))
         output.meta = copy.copy(self.output_node.meta)
-        return Program(
-            self.name, self.level, graph, self.inputs, self.outputs, self.fake_mode, dict(self.constants)
-        )
+        return Program(self.name, self.level, graph, self.inputs, self.outputs, self.fake_mode, dict(self.constants))
 
     def set_signature(self, inputs: Sequence[Role], outputs: Sequence[Role]) -> None:
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)

@@ -25,9 +25,7 @@ FUNCTIONS: frozenset[object] = frozenset({
     torch.sym_sum, torch.sym_sqrt, math.ceil, math.floor, math.trunc, round, abs, min, max, float, int, pow,
 })  # fmt: skip
 
-_READS_SIZES = frozenset(
-    {"aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset"}
-)
+_READS_SIZES = frozenset({"aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset"})
 _READS_CONTENTS = frozenset(
     {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::allclose"}
 )
@@ -74,9 +72,7 @@ def pure(program: Program) -> Iterator[Fault]:
     for node in program.calls():
         if isinstance(node.target, OpOverload) and is_mutable(node.target):
             do = "use the functional form; make the new value an output"
-            yield Fault(
-                f"'{node.name}' writes to its arguments", node, "a functional operator", node.target, do
-            )
+            yield Fault(f"'{node.name}' writes to its arguments", node, "a functional operator", node.target, do)
         training, mean = _WRITES_STATISTICS.get(_name(node), (0, 0))
         if training and len(node.args) > training and node.args[training] and node.args[mean] is not None:
             do = "use aten._native_batch_norm_legit_functional; make the new statistics outputs"
@@ -98,9 +94,7 @@ def literals(program: Program) -> Iterator[Fault]:
         map_aggregate((node.args, node.kwargs), found.append)
         for part in found:
             if isinstance(part, torch.Tensor):
-                yield Fault(
-                    f"an argument of '{node.name}' is a tensor", node, "an input", type(part).__name__
-                )
+                yield Fault(f"an argument of '{node.name}' is a tensor", node, "an input", type(part).__name__)
             if isinstance(part, torch.SymInt | torch.SymFloat | torch.SymBool):
                 yield Fault(f"an argument of '{node.name}' is a symbolic number", node, "a node", str(part))
 
@@ -115,9 +109,7 @@ def waits(program: Program) -> Iterator[Fault]:
             users = list(pending.users)
             if len(users) != 1 or not _name(users[0]).endswith("::wait_tensor"):
                 got = ", ".join(f"'{user.name}'" for user in users) or "no user"
-                yield Fault(
-                    f"collective '{pending.name}' is not waited for once", pending, "one wait_tensor", got
-                )
+                yield Fault(f"collective '{pending.name}' is not waited for once", pending, "one wait_tensor", got)
 
 
 def phases(program: Program) -> Iterator[Fault]:

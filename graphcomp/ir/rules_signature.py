@@ -54,25 +54,19 @@ def signature(program: Program) -> Iterator[Fault]:
             yield Fault(what, output if kind == "output" else None, found, listed or "none")
         for role, times in Counter(roles).items():
             if times > 1:
-                yield Fault(
-                    f"{kind} role '{role}' stands {times} times in the signature", expected=1, got=times
-                )
+                yield Fault(f"{kind} role '{role}' stands {times} times in the signature", expected=1, got=times)
 
 
 def roles(program: Program) -> Iterator[Fault]:
     for role, node in program.input_nodes():
         if not isinstance(role, INPUTS[program.level]):
-            yield Fault(
-                f"'{role}' is no input of a {program.level} program", node, _kinds(INPUTS[program.level])
-            )
+            yield Fault(f"'{role}' is no input of a {program.level} program", node, _kinds(INPUTS[program.level]))
     for role, result in program.output_items():
         if not isinstance(role, OUTPUTS[program.level]):
             what = f"'{role}' is no output of a {program.level} program"
             yield Fault(what, result or program.output_node, _kinds(OUTPUTS[program.level]))
         if result is None and not isinstance(role, MAY_BE_NONE):
-            yield Fault(
-                f"output '{role}' is None", program.output_node, "a node; only a gradient may not exist"
-            )
+            yield Fault(f"output '{role}' is None", program.output_node, "a node; only a gradient may not exist")
 
 
 def edges(program: Program) -> Iterator[Fault]:
@@ -84,9 +78,7 @@ def edges(program: Program) -> Iterator[Fault]:
         if not isinstance(role, Activation):
             continue
         if abs(role.source - role.target) != 1 or min(role.source, role.target, role.index) < 0:
-            yield Fault(
-                f"'{role}' does not join neighbours", node, "stages that differ by one, an index from 0"
-            )
+            yield Fault(f"'{role}' does not join neighbours", node, "stages that differ by one, an index from 0")
         near = role.target if node.op == "placeholder" else role.source
         if own is not None and near != own:
             yield Fault(f"'{role}' belongs to another stage than the rest of the signature", node, own, near)

@@ -165,9 +165,7 @@ class Call:
             return f"{self.argument(node.args[0])} {_INFIX[node.target]} {self.argument(node.args[1])}"
         groups = group_arguments(node)
         parts = [self._group(a) if i in groups else self.argument(a) for i, a in enumerate(node.args)]
-        parts += [
-            f"{k}={self._group(a) if k in groups else self.argument(a)}" for k, a in node.kwargs.items()
-        ]
+        parts += [f"{k}={self._group(a) if k in groups else self.argument(a)}" for k, a in node.kwargs.items()]
         prefix = "" if node.op == "call_function" else f"{node.op} "
         return f"{prefix}{operation(node.target)}({', '.join(parts)})"
 

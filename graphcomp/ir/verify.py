@@ -34,9 +34,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("signature", "one role an input and one a result, each role once", rules_signature.signature),
     Rule("roles", "the kinds of inputs and outputs that the level has", rules_signature.roles),
-    Rule(
-        "edges", "messages come from and go to a neighbour", rules_signature.edges, frozenset({Level.STAGE})
-    ),
+    Rule("edges", "messages come from and go to a neighbour", rules_signature.edges, frozenset({Level.STAGE})),
     Rule("saved", "saved values are numbered 0, 1, ...", rules_signature.saved, frozenset({Level.STAGE})),
     Rule(
         "calls",
@@ -44,9 +42,7 @@ RULES: tuple[Rule, ...] = (
         rules_calls.calls,
     ),
     Rule("pure", "no operation writes to its arguments", rules_calls.pure),
-    Rule(
-        "device", "no operation reads tensor contents to the host, nor sizes off a tensor", rules_calls.device
-    ),
+    Rule("device", "no operation reads tensor contents to the host, nor sizes off a tensor", rules_calls.device),
     Rule(
         "literals",
         "arguments hold nodes and plain literals, no tensor and no symbolic number",
@@ -55,9 +51,7 @@ RULES: tuple[Rule, ...] = (
     Rule("waits", "each functional collective is used by one wait and nothing else", rules_calls.waits),
     Rule("phases", "no forward or loss node depends on a backward node", rules_calls.phases),
     Rule("values", "every node knows its value", rules_values.values),
-    Rule(
-        "symbols", "every symbol in a value is a size input or a dimension of an input", rules_values.symbols
-    ),
+    Rule("symbols", "every symbol in a value is a size input or a dimension of an input", rules_values.symbols),
     Rule("agreement", "values have the shape and dtype that their role asks for", rules_values.agreement),
 )
 

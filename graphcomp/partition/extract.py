@@ -54,9 +54,7 @@ def extract(
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] if node is not None else None for _, node in results))
     constants = {what.name: joint.constants[what.name] for what in inputs if isinstance(what, Constant)}
-    return Program(
-        name, level, graph, tuple(inputs), tuple(what for what, _ in results), joint.fake_mode, constants
-    )
+    return Program(name, level, graph, tuple(inputs), tuple(what for what, _ in results), joint.fake_mode, constants)
 
 
 def _missing_sizes(

@@ -22,9 +22,7 @@ from graphcomp.partition.place import Slot
 permute = torch.ops.aten.permute.default
 
 
-def turn_crossing(
-    program: Program, crossing: Iterable[Node], slots: dict[Node, Slot], replicable: set[Node]
-) -> bool:
+def turn_crossing(program: Program, crossing: Iterable[Node], slots: dict[Node, Slot], replicable: set[Node]) -> bool:
     """Put a pair of permutations between each transposed value that crosses and its readers on other stages.
 
     The first belongs to the value's own slot, the second to no stage. Returns whether anything was inserted.

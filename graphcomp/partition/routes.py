@@ -70,9 +70,7 @@ def _is_shown_again(node: Node, slots: Mapping[Node, Slot], slot: Slot) -> bool:
     return own_forward and is_view(node) and base is not None and isinstance(meta.value(base), torch.Tensor)
 
 
-def route(
-    value: Node, start: Slot, targets: set[Slot], routes: Routes
-) -> None:
+def route(value: Node, start: Slot, targets: set[Slot], routes: Routes) -> None:
     """Enter one value, made in slot `start` and needed in the slots `targets`, into the tables."""
     forward = [slot.stage for slot in targets if not slot.backward]
     backward = [slot.stage for slot in targets if slot.backward]

@@ -84,9 +84,7 @@ def replicable_nodes(program: Program) -> set[Node]:
             if viewed_argument(node) in from_batch:
                 from_batch[node] = 0
         elif (
-            meta.note(node).phase is not Phase.BACKWARD
-            and all(n in from_batch for n in inputs)
-            and not is_impure(node)
+            meta.note(node).phase is not Phase.BACKWARD and all(n in from_batch for n in inputs) and not is_impure(node)
         ):
             work = work_of(node) + sum(from_batch[n] for n in inputs)
             if work <= budget:

@@ -64,12 +64,8 @@ class RankExecutor:
         accumulate_dtype: torch.dtype | None = None,
     ) -> None:
         self.program, self.transport = program, transport
-        context = Context(
-            program, tuple(specialisations), callables, transport, torch.device(device), accumulate_dtype
-        )
-        self._operations: list[Operation] = [
-            link(instruction, context) for instruction in program.instructions
-        ]
+        context = Context(program, tuple(specialisations), callables, transport, torch.device(device), accumulate_dtype)
+        self._operations: list[Operation] = [link(instruction, context) for instruction in program.instructions]
         self._fill = link_binds(program, context.specialisations)
         self._state: State | None = None
         self._next = 0
@@ -135,18 +131,14 @@ class RankExecutor:
         """
         self.begin(inputs)
         if not self.advance():
-            raise StepError(
-                "a virtual rank cannot run alone", where=f"rank {self.program.rank}: {self.current}"
-            )
+            raise StepError("a virtual rank cannot run alone", where=f"rank {self.program.rank}: {self.current}")
         return self.result()
 
     def result(self) -> RankResult:
         """What the step yielded; hands it over, so it can be asked for once."""
         state = self._running()
         if self._next < len(self._operations):
-            raise StepError(
-                "a rank has not come to its end", where=f"rank {self.program.rank}: {self.current}"
-            )
+            raise StepError("a rank has not come to its end", where=f"rank {self.program.rank}: {self.current}")
         gradients: dict[int, dict[str, torch.Tensor]] = {stage: {} for stage in self.program.stages}
         for (stage, name), value in zip(self.program.gradients, state.gradients, strict=True):
             if value is not None:
@@ -163,9 +155,7 @@ class RankExecutor:
 
     def _running(self) -> State:
         if self._state is None:
-            raise StepError(
-                "no step has begun", where=f"rank {self.program.rank}", do="call begin(inputs) first"
-            )
+            raise StepError("no step has begun", where=f"rank {self.program.rank}", do="call begin(inputs) first")
         return self._state
 
     def _where(self, instruction: Instruction) -> str:

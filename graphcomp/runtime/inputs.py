@@ -49,9 +49,7 @@ class StepInputs:
     loss_scale: torch.Tensor | None = None
 
 
-def link_binds(
-    program: RankProgram, specialisations: Sequence[Partitioned]
-) -> Callable[[State, StepInputs], None]:
+def link_binds(program: RankProgram, specialisations: Sequence[Partitioned]) -> Callable[[State, StepInputs], None]:
     """A function that puts the inputs of a step into the registers of a state."""
     constants: list[tuple[int, torch.Tensor]] = []
     shared: list[tuple[int, str, str]] = []

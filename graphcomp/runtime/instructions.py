@@ -254,9 +254,7 @@ class RankProgram:
     def needed(self) -> frozenset[tuple[int, int, RunKind]]:
         """The callables it takes: (specialisation, stage, kind)."""
         return frozenset(
-            (step.specialisation, step.stage, step.kind)
-            for step in self.instructions
-            if isinstance(step, Run)
+            (step.specialisation, step.stage, step.kind) for step in self.instructions if isinstance(step, Run)
         )
 
     def _lines(self) -> Iterator[str]:

@@ -139,9 +139,7 @@ def _run(run: Run, context: Context) -> Operation:
 class _Shapes:
     """The values of a boundary for one microbatch: dtypes, devices, and shapes as a function of its sizes."""
 
-    def __init__(
-        self, values: tuple[Carried, ...], microbatch: int | None, context: Context, edge: Edge
-    ) -> None:
+    def __init__(self, values: tuple[Carried, ...], microbatch: int | None, context: Context, edge: Edge) -> None:
         self.values, self.microbatch, self.edge = values, microbatch, edge
         self.devices = [_device(value, context.device) for value in values]
         self.dtypes = [value.dtype for value in values]
@@ -174,9 +172,7 @@ class _Shapes:
 
 
 def _shape_functions(values: Sequence[Carried]) -> tuple[list[str], list[Callable[..., tuple[int, ...]]]]:
-    free = {
-        str(symbol) for value in values for size in value.shape for symbol in sympy.sympify(size).free_symbols
-    }
+    free = {str(symbol) for value in values for size in value.shape for symbol in sympy.sympify(size).free_symbols}
     symbols = sorted(free)
     return symbols, [evaluator(value.shape, symbols) for value in values]
 

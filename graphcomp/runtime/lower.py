@@ -54,9 +54,7 @@ def distinct(specialisations: Sequence[Partitioned]) -> tuple[Partitioned, ...]:
     return tuple({id(one): one for one in specialisations}.values())
 
 
-def lower(
-    specialisations: Sequence[Partitioned], schedule: Schedule, rank: int, outputs: bool = False
-) -> RankProgram:
+def lower(specialisations: Sequence[Partitioned], schedule: Schedule, rank: int, outputs: bool = False) -> RankProgram:
     """The rank program of `rank` (with one stage a rank: of the stage of that number).
 
     specialisations: one a microbatch. schedule: with its transfers, and with whatever is to be fused, fused.
@@ -126,9 +124,7 @@ class _Lowering:
             registers=self.count,
             slots=len(self.slots),
             binds=tuple(sorted(self.binds, key=lambda bind: bind.register)),
-            instructions=tuple(
-                with_frees(self.instructions, lasting, [bind.register for bind in self.binds])
-            ),
+            instructions=tuple(with_frees(self.instructions, lasting, [bind.register for bind in self.binds])),
             gradients=tuple(self.gradients),
             records=tuple(self.records),
         )
@@ -138,9 +134,7 @@ class _Lowering:
         if action.kind.is_transfer:
             return bool(self.boundary(action)[1].values)
         if action.kind not in _KINDS:
-            raise ScheduleError(
-                f"action {action} cannot be lowered", expected=", ".join(k.value for k in _KINDS)
-            )
+            raise ScheduleError(f"action {action} cannot be lowered", expected=", ".join(k.value for k in _KINDS))
         if action.kind is Kind.B:
             return self.stage_program(action) is not None
         return True
@@ -278,9 +272,7 @@ class _Lowering:
             )
         return self.registers[key]
 
-    def bound(
-        self, key: _Key, role: Role, microbatch: int | None = None, specialisation: int | None = None
-    ) -> int:
+    def bound(self, key: _Key, role: Role, microbatch: int | None = None, specialisation: int | None = None) -> int:
         if key not in self.registers:
             self.registers[key] = self.new()
             self.binds.append(Bind(self.registers[key], role, microbatch, specialisation))
@@ -291,8 +283,6 @@ class _Lowering:
             self.instructions.append(UpdateBuffer(stage, name, register))
         shared: list[SharedGradient] = shared_gradients(self.specialisations, self.schedule)
         for one in shared:
-            self.instructions += shared_instructions(
-                one, self.schedule, self.rank, self.gradients, self.new, self.slot
-            )
+            self.instructions += shared_instructions(one, self.schedule, self.rank, self.gradients, self.new, self.slot)
         if any(isinstance(step, Send) for step in self.instructions) or any(one.crosses for one in shared):
             self.instructions.append(FinishSends())

@@ -63,9 +63,7 @@ def arrange(actions: Sequence[Action], exists: Callable[[Action], bool]) -> list
     receives = [transfers(run, _RECEIVES) for run in runs]
     events = [Event(Do.POST, action) for action in (receives[0] if runs else ())]
     for number, run in enumerate(runs):
-        events += [
-            Event(Do.POST, action) for action in (receives[number + 1] if number + 1 < len(runs) else ())
-        ]
+        events += [Event(Do.POST, action) for action in (receives[number + 1] if number + 1 < len(runs) else ())]
         events += [Event(Do.WAIT, action) for action in receives[number]]
         events.append(Event(Do.RUN, run))
         events += [Event(Do.SEND, action) for action in transfers(run, _SENDS)]

@@ -55,9 +55,7 @@ def count(
         names = [loss.name for loss in members]
         tokens |= zip(names, vector.unbind(), strict=True)
         denominators |= zip(names, guarded.unbind(), strict=True)
-    return Counts(
-        {one.name: tokens[one.name] for one in losses}, {one.name: denominators[one.name] for one in losses}
-    )
+    return Counts({one.name: tokens[one.name] for one in losses}, {one.name: denominators[one.name] for one in losses})
 
 
 def _sum(

@@ -123,9 +123,7 @@ def _sources(specialisations: Sequence[Partitioned], schedule: Schedule) -> set[
             program = stage.backward if action.kind is Kind.B else stage.fused
             items: Mapping = dict(program.output_items()) if program is not None else {}
             found |= {
-                (action.stage, role.name)
-                for role, node in items.items()
-                if isinstance(role, Grad) and node is not None
+                (action.stage, role.name) for role, node in items.items() if isinstance(role, Grad) and node is not None
             }
     return found
 

@@ -67,9 +67,7 @@ class Transport(Protocol):
 
     def send(self, edge: Edge, microbatch: int | None, values: Sequence[torch.Tensor]) -> SendHandle: ...
 
-    def post_receive(
-        self, edge: Edge, microbatch: int | None, buffers: Sequence[torch.Tensor]
-    ) -> ReceiveHandle: ...
+    def post_receive(self, edge: Edge, microbatch: int | None, buffers: Sequence[torch.Tensor]) -> ReceiveHandle: ...
 
 
 def payload(value: torch.Tensor) -> torch.Tensor:
@@ -107,9 +105,7 @@ class ProcessTransport:
         self.bytes_sent += sum(one.nbytes for one in payloads)
         return _ProcessSend([group.send([one], peer, 0) for one in payloads], payloads)
 
-    def post_receive(
-        self, edge: Edge, microbatch: int | None, buffers: Sequence[torch.Tensor]
-    ) -> _ProcessReceive:
+    def post_receive(self, edge: Edge, microbatch: int | None, buffers: Sequence[torch.Tensor]) -> _ProcessReceive:
         group, peer = (self.down if edge.source < edge.target else self.up), self.ranks[edge.source]
         # The payload of a dense, non-empty buffer shares its memory.
         payloads = [payload(buffer) for buffer in buffers]
@@ -171,9 +167,7 @@ class VirtualTransport:
         self.network.messages[edge].append((microbatch, dense))
         return _VirtualSend()
 
-    def post_receive(
-        self, edge: Edge, microbatch: int | None, buffers: Sequence[torch.Tensor]
-    ) -> _VirtualReceive:
+    def post_receive(self, edge: Edge, microbatch: int | None, buffers: Sequence[torch.Tensor]) -> _VirtualReceive:
         return _VirtualReceive(self.network.messages[edge], edge, microbatch, buffers)
 
 

@@ -68,8 +68,7 @@ def _check_shape(schedule: Schedule) -> None:
         f"a placement of {stages} stages on ranks 0..{ranks - 1}": placed,
         "backward stages among the stages": backward <= set(range(stages)),
         "both forward and backward edges, or neither": (forward_edges is None) == (backward_edges is None),
-        f"forward edges among stages 0..{stages - 2}": (forward_edges or frozenset())
-        <= set(range(stages - 1)),
+        f"forward edges among stages 0..{stages - 2}": (forward_edges or frozenset()) <= set(range(stages - 1)),
         "backward edges between two stages with a backward": (backward_edges or frozenset()) <= able,
     }
     for expected, holds in facts.items():

@@ -13,9 +13,7 @@ from graphcomp.schedule.schedule import Schedule
 __all__ = ["with_transfers"]
 
 
-def with_transfers(
-    schedule: Schedule, forward_edges: Iterable[int], backward_edges: Iterable[int]
-) -> Schedule:
+def with_transfers(schedule: Schedule, forward_edges: Iterable[int], backward_edges: Iterable[int]) -> Schedule:
     """Add a send after each producer and a receive before each consumer.
 
     `forward_edges`: the stages s that send an activation to s+1. `backward_edges`: the stages s that send a

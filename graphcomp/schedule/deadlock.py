@@ -24,9 +24,7 @@ def deadlock_error(
     if len(stuck) > _SHOWN:
         lines.append(f"and {len(stuck) - _SHOWN} more ranks")
     remedy = (
-        "with buffered sends it completes; let one of the ranks receive before it sends"
-        if completes_buffered
-        else None
+        "with buffered sends it completes; let one of the ranks receive before it sends" if completes_buffered else None
     )
     return ScheduleError(
         f"deadlock: {' waits for '.join(f'rank {rank}' for rank in [*cycle, cycle[0]])}",

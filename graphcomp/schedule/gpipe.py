@@ -28,11 +28,7 @@ class GPipe:
             self.name,
             microbatches,
             [
-                [
-                    Action(stage, kind, microbatch)
-                    for kind in (Kind.F, Kind.B)
-                    for microbatch in range(microbatches)
-                ]
+                [Action(stage, kind, microbatch) for kind in (Kind.F, Kind.B) for microbatch in range(microbatches)]
                 for stage in range(stages)
             ],
         )

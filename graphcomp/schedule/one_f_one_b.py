@@ -26,9 +26,7 @@ class OneFOneB:
         """The actions for any number of microbatches. Raises ScheduleError for no stage or a negative
         count."""
         require_counts(self.name, stages, microbatches)
-        orders = [
-            _order(stage, min(stages - 1 - stage, microbatches), microbatches) for stage in range(stages)
-        ]
+        orders = [_order(stage, min(stages - 1 - stage, microbatches), microbatches) for stage in range(stages)]
         return stage_per_rank(self.name, microbatches, orders)
 
 

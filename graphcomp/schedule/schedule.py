@@ -52,9 +52,7 @@ class Schedule:
     def text(self) -> str:
         """The schedule as a table, one line a rank; the same on every run and rank. `from_text` reads it
         back."""
-        lines = [
-            f"{self.name}: {_count(self.stages, 'stage')}, {_count(self.microbatches, 'microbatch', 'es')}"
-        ]
+        lines = [f"{self.name}: {_count(self.stages, 'stage')}, {_count(self.microbatches, 'microbatch', 'es')}"]
         backward = None if self.backward == frozenset(range(self.stages)) else self.backward
         for label, members in zip(_SETS, (backward, self.forward_edges, self.backward_edges), strict=True):
             if members is not None:

@@ -99,9 +99,7 @@ def simulate(schedule: Schedule, cost: Cost) -> Simulation:
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
     for action in advance(schedule, blocking=False).order:
         rank = schedule.rank_of(action.stage)
-        ready = max(
-            (_arrival(schedule, cost, done, rank, event) for event in needs(schedule, action)), default=0.0
-        )
+        ready = max((_arrival(schedule, cost, done, rank, event) for event in needs(schedule, action)), default=0.0)
         end = ready
         if not action.kind.is_transfer:
             start = max(clock[rank], ready)

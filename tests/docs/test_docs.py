@@ -76,9 +76,7 @@ def test_every_error_class_is_explained() -> None:
 
 def test_every_error_names_its_section() -> None:
     for name in errors.__all__:
-        assert str(getattr(errors, name)("something happened")).endswith(
-            f"(see {errors.DOCS}#{name.lower()})"
-        )
+        assert str(getattr(errors, name)("something happened")).endswith(f"(see {errors.DOCS}#{name.lower()})")
 
 
 def test_every_page_is_in_the_reading_order() -> None:
@@ -99,7 +97,5 @@ def test_a_block_without_an_end_is_an_error() -> None:
 
 def test_dead_links_are_found(tmp_path: Path) -> None:
     page = tmp_path / "a.md"
-    page.write_text(
-        "# A title\n[1](a.md#a-title) [2](#a-title) [3](b.md) [4](#other) [5](https://example.org/x)\n"
-    )
+    page.write_text("# A title\n[1](a.md#a-title) [2](#a-title) [3](b.md) [4](#other) [5](https://example.org/x)\n")
     assert dead_links(page) == ["b.md", "#other"]

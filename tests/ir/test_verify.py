@@ -1,7 +1,5 @@
 """Every rule of the verifier, tried on a program that breaks it and nothing else."""
 
-# ruff: noqa: E501
-
 from __future__ import annotations
 
 import operator
@@ -134,9 +132,7 @@ def broken_step(change: Callable[[Program], None]) -> Callable[[], Program]:
     return make
 
 
-def built(
-    make: Callable[[Builder, Any], dict[Any, Any]], level: Level = Level.JOINT
-) -> Callable[[], Program]:
+def built(make: Callable[[Builder, Any], dict[Any, Any]], level: Level = Level.JOINT) -> Callable[[], Program]:
     """A program over the one input x: f32[s0, s1]; `make` adds to it and gives the outputs."""
 
     def build() -> Program:

@@ -38,9 +38,7 @@ def modules(cut: Partitioned) -> list[list[str]]:
 
 def shares(cut: Partitioned) -> list[float]:
     """The FLOPs of each stage over the mean."""
-    work = [
-        sum(flops(n) for p in (s.forward, s.backward) if p is not None for n in p.calls()) for s in cut.stages
-    ]
+    work = [sum(flops(n) for p in (s.forward, s.backward) if p is not None for n in p.calls()) for s in cut.stages]
     return [each * len(work) / sum(work) for each in work]
 
 

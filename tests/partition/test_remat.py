@@ -51,7 +51,9 @@ class TestText(TestCase):
     def test_an_activation_function_is_computed_again(self) -> None:
         joint = joint_of(nn.Sequential(Block(), Block()), square_loss, (torch.randn(3, 4),))
         stage = partition(joint, 2, ["1"]).stages[0]
-        self.assertExpectedInline(str(stage), """\
+        self.assertExpectedInline(
+            str(stage),
+            """\
 stage program "stage 0 forward"
   %_0_up_weight: f32[16, 4] = param 0.up.weight
   %_0_down_weight: f32[4, 16] = param 0.down.weight
@@ -87,7 +89,8 @@ backward:
   %t_18: f32[16, 4] = t(%t_17)                                                  # 0.up  test_remat.py:24
 return grad 0.up.weight = %t_18
 return grad 0.down.weight = %t_15
-""")
+""",
+        )
 
 
 def test_what_is_computed_again_is_bitwise_what_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:

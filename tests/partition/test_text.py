@@ -1,6 +1,5 @@
 """Both stages of a small model as text."""
 
-
 from __future__ import annotations
 
 import torch
@@ -25,7 +24,9 @@ class TestText(TestCase):
 
     def test_two_blocks(self) -> None:
         joint = joint_of(nn.Sequential(Block(), Block()), square_loss, (torch.randn(3, 4),))
-        self.assertExpectedInline(str(partition(joint, 2)), """\
+        self.assertExpectedInline(
+            str(partition(joint, 2)),
+            """\
 stage program "prologue"
   %s0: int = size s0
 loss:
@@ -147,4 +148,5 @@ return grad 1.fc.weight = %t_5
 
 boundary 0>1: add: f32[s0, 4]
 boundary 1>0: add_2: f32[s0, 4]
-""")
+""",
+        )

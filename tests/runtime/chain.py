@@ -119,9 +119,7 @@ def chain(
         grads: list[Role] = [Grad(w), Grad(b)]
         forward_in: list[Role] = [Param(w), Param(b), *down, *count_in]
         forward = program(f"forward{stage}", forward_in, [*head, *saved, *recorded, *count_out], width=width)
-        backward = (
-            program(f"backward{stage}", [Param(w), *saved, *arrives], [*up, *grads]) if trained else None
-        )
+        backward = program(f"backward{stage}", [Param(w), *saved, *arrives], [*up, *grads]) if trained else None
         fused = forward
         if trained and ends:
             fused_in = [*forward_in, Denominator("loss")]
@@ -130,9 +128,7 @@ def chain(
         callables[stage, "forward"] = _forward(ends, trained, counted)
         if trained:
             callables[stage, "backward"] = _backward(ends, bool(up))
-        callables[stage, "fused"] = (
-            _fused(counted, bool(up)) if trained and ends else callables[stage, "forward"]
-        )
+        callables[stage, "fused"] = _fused(counted, bool(up)) if trained and ends else callables[stage, "forward"]
     shape = (ROWS, width)
     boundaries = {s: Boundary(s, s + 1, (Carried("h", torch.float32, "cpu", shape),)) for s in range(last)}
     gradients = {
@@ -213,12 +209,9 @@ def executors_of(
     made: Chain, programs: Sequence[RankProgram], inputs: StepInputs, dtype: torch.dtype | None = None
 ) -> list[RankExecutor]:
     network = VirtualNetwork()
-    named: Mapping[tuple[int, int, str], Function] = {
-        (0, *key): boxed(one) for key, one in made.callables.items()
-    }
+    named: Mapping[tuple[int, int, str], Function] = {(0, *key): boxed(one) for key, one in made.callables.items()}
     executors = [
-        RankExecutor(one, [made.cut], named, VirtualTransport(network), accumulate_dtype=dtype)
-        for one in programs
+        RankExecutor(one, [made.cut], named, VirtualTransport(network), accumulate_dtype=dtype) for one in programs
     ]
     for executor in executors:
         executor.begin(inputs)
@@ -237,9 +230,7 @@ class Outcome:
 def run(made: Chain, name: str, batches: Sequence[torch.Tensor], fused: bool = True) -> Outcome:
     programs = programs_of(made, name, len(batches), fused)
     results = run_virtual_ranks(executors_of(made, programs, made.inputs(batches)))
-    gradients = {
-        name: grad for one in results for named in one.gradients.values() for name, grad in named.items()
-    }
+    gradients = {name: grad for one in results for named in one.gradients.values() for name, grad in named.items()}
     return Outcome(
         gradients,
         [one["loss"] for one in results[-1].recorded(Loss)],
@@ -257,9 +248,7 @@ def plain_loop(made: Chain, batches: Sequence[torch.Tensor]) -> Outcome:
     for batch in batches:
         h = batch
         for stage in range(len(made.cut.stages)):
-            (w,) = (
-                role.name for role in made.cut.stages[stage].forward.inputs[:1] if isinstance(role, Param)
-            )
+            (w,) = (role.name for role in made.cut.stages[stage].forward.inputs[:1] if isinstance(role, Param))
             h = torch.tanh(h @ leaves[w] + leaves[f"b{stage}"])
         loss = (h * h).sum()
         losses.append(loss.detach())

@@ -60,14 +60,10 @@ def test_accumulation_never_writes_into_what_others_read(name: str) -> None:
     """
     made, arrivals = chain(3), []
 
-    def pass_on(
-        w: torch.Tensor, x: torch.Tensor, h: torch.Tensor, arrived: torch.Tensor
-    ) -> list[torch.Tensor]:
+    def pass_on(w: torch.Tensor, x: torch.Tensor, h: torch.Tensor, arrived: torch.Tensor) -> list[torch.Tensor]:
         return [arrived, arrived, arrived[0]]
 
-    def own_memory(
-        w: torch.Tensor, x: torch.Tensor, h: torch.Tensor, arrived: torch.Tensor
-    ) -> list[torch.Tensor]:
+    def own_memory(w: torch.Tensor, x: torch.Tensor, h: torch.Tensor, arrived: torch.Tensor) -> list[torch.Tensor]:
         arrivals.append(arrived)
         return [w.detach(), w.detach()[0]]
 

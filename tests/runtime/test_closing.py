@@ -25,9 +25,7 @@ DENOMINATORS = {"main": torch.tensor(10), "aux": torch.tensor(3)}
 
 def cut() -> Partitioned:
     """Two stages that both have something to report."""
-    stages = [
-        Stage(s, program("f", [], roles), None, program("f", [], roles)) for s, roles in enumerate(ROLES)
-    ]
+    stages = [Stage(s, program("f", [], roles), None, program("f", [], roles)) for s, roles in enumerate(ROLES)]
     whole = chain(1).cut
     joint = dataclasses.replace(whole.joint, losses=LOSSES, metrics=METRICS)
     return dataclasses.replace(whole, joint=joint, stages=tuple(stages))

@@ -144,8 +144,7 @@ def test_saved_values_live_until_their_backward_takes_them(name: str, held: obje
     for stage, watch in watches.items():
         named[0, stage, "forward"], named[0, stage, "backward"] = watch.run_forward, watch.run_backward
     executors = [
-        RankExecutor(program, [made.cut], named, VirtualTransport(network))
-        for program in programs_of(made, name, 8)
+        RankExecutor(program, [made.cut], named, VirtualTransport(network)) for program in programs_of(made, name, 8)
     ]
     for _ in range(2):  # also in a later step
         for executor in executors:
@@ -225,8 +224,6 @@ def test_what_a_step_lacks_is_named() -> None:
     with pytest.raises(StepError, match="not given 'loss'"):
         executor.begin(dataclasses.replace(made.inputs(given), denominators={}))
     with pytest.raises(StepError, match="no step has begun"):
-        RankExecutor(
-            program, [made.cut], {(0, 0, "fused"): list}, VirtualTransport(VirtualNetwork())
-        ).advance()
+        RankExecutor(program, [made.cut], {(0, 0, "fused"): list}, VirtualTransport(VirtualNetwork())).advance()
     with pytest.raises(VerifyError, match="no callable for fused of stage 0"):
         RankExecutor(program, [made.cut], {}, VirtualTransport(VirtualNetwork()))

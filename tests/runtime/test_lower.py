@@ -126,9 +126,7 @@ def test_the_text_does_not_depend_on_the_run() -> None:
 
 def test_microbatches_of_two_specialisations() -> None:
     one, other = chain(2), chain(2)
-    other.callables[1, "fused"] = lambda *inputs: [
-        result * 2 for result in one.callables[1, "fused"](*inputs)
-    ]
+    other.callables[1, "fused"] = lambda *inputs: [result * 2 for result in one.callables[1, "fused"](*inputs)]
     cuts = [one.cut, other.cut, one.cut]
     assert distinct(cuts) == (one.cut, other.cut)
     schedule = schedule_of(one.cut, "1f1b", 3)
@@ -141,9 +139,7 @@ def test_microbatches_of_two_specialisations() -> None:
         for key, function in made.callables.items()
     }
     batch = torch.randn(2, WIDTH)
-    executors = [
-        RankExecutor(program, distinct(cuts), named, VirtualTransport(network)) for program in programs
-    ]
+    executors = [RankExecutor(program, distinct(cuts), named, VirtualTransport(network)) for program in programs]
     for executor in executors:
         executor.begin(one.inputs([batch] * 3))
     losses = [float(found["loss"]) for found in run_virtual_ranks(executors)[1].recorded(Loss)]

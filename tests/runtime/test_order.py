@@ -47,9 +47,7 @@ def test_a_witness_was_sent_after_the_send_had_arrived(name: str, stages: int, m
             peer = orders[counterpart(receive).stage]
             sent = next(i for i, e in enumerate(peer) if e.do is Do.SEND and e.action == counterpart(receive))
             for send in sends:
-                waited = next(
-                    i for i, e in enumerate(peer) if e.do is Do.WAIT and e.action == counterpart(send)
-                )
+                waited = next(i for i, e in enumerate(peer) if e.do is Do.WAIT and e.action == counterpart(send))
                 assert waited < sent
                 # And here the witness is waited for after the send.
                 here = orders[rank]

@@ -107,8 +107,7 @@ def test_a_boundary_without_values_sends_nothing() -> None:
     network = VirtualNetwork()
     named = {(0, *key): boxed(function) for key, function in made.callables.items()}
     executors = [
-        RankExecutor(lower([cut] * 2, schedule, rank), [cut], named, VirtualTransport(network))
-        for rank in range(2)
+        RankExecutor(lower([cut] * 2, schedule, rank), [cut], named, VirtualTransport(network)) for rank in range(2)
     ]
     for executor in executors:
         executor.begin(made.inputs([torch.randn(2, WIDTH)] * 2))
@@ -152,9 +151,7 @@ def process(rank: int, stages: int, cases: list[tuple[str, int]]) -> tuple[list[
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(
-    ("stages", "cases"), [(2, [("1f1b", 5), ("gpipe", 3), ("1f1b", 0)]), (3, [("1f1b", 4)])]
-)
+@pytest.mark.parametrize(("stages", "cases"), [(2, [("1f1b", 5), ("gpipe", 3), ("1f1b", 0)]), (3, [("1f1b", 4)])])
 def test_processes_equal_virtual_ranks(stages: int, cases: list[tuple[str, int]]) -> None:
     processes = run_ranks(process, stages, stages, cases)
     torch.manual_seed(1)

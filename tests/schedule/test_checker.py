@@ -24,16 +24,12 @@ def parsed(rows: list[str]) -> tuple[tuple[Action, ...], ...]:
 def swapped(schedule: Schedule, first: str, second: str) -> Schedule:
     """The two actions, each in the other's place."""
     swap = {parse(first): parse(second), parse(second): parse(first)}
-    return replace(
-        schedule, ranks=tuple(tuple(swap.get(a, a) for a in actions) for actions in schedule.ranks)
-    )
+    return replace(schedule, ranks=tuple(tuple(swap.get(a, a) for a in actions) for actions in schedule.ranks))
 
 
 def without(schedule: Schedule, text: str) -> Schedule:
     dropped = parse(text)
-    return replace(
-        schedule, ranks=tuple(tuple(a for a in actions if a != dropped) for actions in schedule.ranks)
-    )
+    return replace(schedule, ranks=tuple(tuple(a for a in actions if a != dropped) for actions in schedule.ranks))
 
 
 def refused(schedule: Schedule, *, blocking: bool = True) -> ScheduleError:

@@ -18,9 +18,7 @@ from graphcomp.schedule import KNOWN, Action, Kind, Schedule, fuse, get, with_tr
     st.booleans(),
     st.booleans(),
 )
-def test_text_reads_back(
-    name: str, stages: int, microbatches: int, frozen: int, inserted: bool, fused: bool
-) -> None:
+def test_text_reads_back(name: str, stages: int, microbatches: int, frozen: int, inserted: bool, fused: bool) -> None:
     frozen = min(frozen, stages)
     schedule = without_backward(get(name).build(stages, microbatches), range(frozen))
     if inserted:

@@ -107,11 +107,7 @@ def executed_by_torch(name: str, stage: int, stages: int, microbatches: int) -> 
         forward_one_chunk=lambda microbatch, *_, **__: done.append(Action(stage, Kind.F, microbatch)),
         backward_one_chunk=lambda microbatch, **_: done.append(Action(stage, Kind.B, microbatch)),
         perform_reduce_grad=lambda scale: None,
-        **{
-            f"get_{direction}_{end}_ops": no_transfer
-            for direction in ("fwd", "bwd")
-            for end in ("send", "recv")
-        },
+        **{f"get_{direction}_{end}_ops": no_transfer for direction in ("fwd", "bwd") for end in ("send", "recv")},
     )
     schedule: Any = THEIRS[name](recorder, microbatches)
     schedule._initialize_stage = lambda *_: None
@@ -146,8 +142,7 @@ def test_order_is_that_of_torchs_table(name: str) -> None:
             if name == "1f1b" and rank == stages - 1:
                 # Here the table numbers the forwards from 1. The step loop, compared above, goes from 0.
                 order = [
-                    Action(rank, Kind.F, action.microbatch - 1) if action.kind is Kind.F else action
-                    for action in order
+                    Action(rank, Kind.F, action.microbatch - 1) if action.kind is Kind.F else action for action in order
                 ]
             assert list(schedule.ranks[rank]) == order
 

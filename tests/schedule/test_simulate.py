@@ -141,9 +141,7 @@ rank 1 |.F B0  B1  B2 F B3  B4  B5 ...|
     def test_several_stages_of_a_rank_show_the_stage(self) -> None:
         rows = ["0F0 1F0 1B0 0B0"]
         schedule = get("gpipe").build(2, 1)
-        schedule = replace(
-            schedule, ranks=tuple(tuple(map(parse, row.split())) for row in rows), placement=(0, 0)
-        )
+        schedule = replace(schedule, ranks=tuple(tuple(map(parse, row.split())) for row in rows), placement=(0, 0))
         self.assertExpectedInline(
             timeline(schedule, simulate(schedule, unit(2))),
             """\
