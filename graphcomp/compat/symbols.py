@@ -57,7 +57,8 @@ def is_asked_about(mode: FakeTensorMode, leaf: torch.Tensor) -> bool:
     """Whether a decision of the trace depended on a size of this batch tensor, so that a guard names its symbol."""
     env: Any = mode.shape_env
     # As they were made: a size that the trace has fixed or equated is replaced in `size.node.expr`.
-    raw = [size.node._expr for size in leaf.shape if isinstance(size, torch.SymInt)]
+    shape: Sequence[Any] = leaf.shape
+    raw = [size.node._expr for size in shape if isinstance(size, torch.SymInt)]
     own = symbol_names(raw)
     return any(own & symbol_names([guard.expr]) for guard in env.guards)
 
