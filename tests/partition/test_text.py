@@ -37,11 +37,11 @@ stage program "stage 0 forward"
   %_0_fc_weight: f32[4, 4] = param 0.fc.weight
   %_0: f32[s0, 4] = batch [0]
 forward:
-  %t: f32[4, 4] = t(%_0_fc_weight)                                              # 0.fc  test_text.py:20
-  %mm: f32[s0, 4] = mm(%_0, %t)                                                 # 0.fc  test_text.py:20
-  %relu: f32[s0, 4] = relu(%mm)                                                 # 0  test_text.py:20
-  %detach: f32[s0, 4] = detach(%relu)                                           # 0  test_text.py:20
-  %add: f32[s0, 4] = add.Tensor(%_0, %relu)                                     # 0  test_text.py:20
+  %t: f32[4, 4] = t(%_0_fc_weight)                                              # 0.fc  test_text.py:19
+  %mm: f32[s0, 4] = mm(%_0, %t)                                                 # 0.fc  test_text.py:19
+  %relu: f32[s0, 4] = relu(%mm)                                                 # 0  test_text.py:19
+  %detach: f32[s0, 4] = detach(%relu)                                           # 0  test_text.py:19
+  %add: f32[s0, 4] = add.Tensor(%_0, %relu)                                     # 0  test_text.py:19
 return activation 0>1[0] = %add
 return saved 0 = %relu
 
@@ -50,14 +50,14 @@ stage program "stage 0 backward"
   %add_2: f32[s0, 4] = gradient 1>0[0]
   %relu: f32[s0, 4] = saved 0
 forward:
-  %detach: f32[s0, 4] = detach(%relu)                                           # 0  test_text.py:20
+  %detach: f32[s0, 4] = detach(%relu)                                           # 0  test_text.py:19
 backward:
-  %detach_3: f32[s0, 4] = detach(%detach)                                       # 0  test_text.py:20  of %relu
-  %threshold_backward_1: f32[s0, 4] = threshold_backward(%add_2, %detach_3, 0)  # 0  test_text.py:20  of %relu
-  %t_6: f32[4, s0] = t(%threshold_backward_1)                                   # 0.fc  test_text.py:20
-  %mm_4: f32[4, 4] = mm(%t_6, %_0)                                              # 0.fc  test_text.py:20
-  %t_7: f32[4, 4] = t(%mm_4)                                                    # 0.fc  test_text.py:20
-  %t_8: f32[4, 4] = t(%t_7)                                                     # 0.fc  test_text.py:20
+  %detach_3: f32[s0, 4] = detach(%detach)                                       # 0  test_text.py:19  of %relu
+  %threshold_backward_1: f32[s0, 4] = threshold_backward(%add_2, %detach_3, 0)  # 0  test_text.py:19  of %relu
+  %t_6: f32[4, s0] = t(%threshold_backward_1)                                   # 0.fc  test_text.py:19
+  %mm_4: f32[4, 4] = mm(%t_6, %_0)                                              # 0.fc  test_text.py:19
+  %t_7: f32[4, 4] = t(%mm_4)                                                    # 0.fc  test_text.py:19
+  %t_8: f32[4, 4] = t(%t_7)                                                     # 0.fc  test_text.py:19
 return grad 0.fc.weight = %t_8
 
 stage program "stage 1 forward"
@@ -65,11 +65,11 @@ stage program "stage 1 forward"
   %denominator_loss: i64[] = denominator loss
   %add: f32[s0, 4] = activation 0>1[0]
 forward:
-  %t_1: f32[4, 4] = t(%_1_fc_weight)                                            # 1.fc  test_text.py:20
-  %mm_1: f32[s0, 4] = mm(%add, %t_1)                                            # 1.fc  test_text.py:20
-  %relu_1: f32[s0, 4] = relu(%mm_1)                                             # 1  test_text.py:20
-  %detach_1: f32[s0, 4] = detach(%relu_1)                                       # 1  test_text.py:20
-  %add_1: f32[s0, 4] = add.Tensor(%add, %relu_1)                                # 1  test_text.py:20
+  %t_1: f32[4, 4] = t(%_1_fc_weight)                                            # 1.fc  test_text.py:19
+  %mm_1: f32[s0, 4] = mm(%add, %t_1)                                            # 1.fc  test_text.py:19
+  %relu_1: f32[s0, 4] = relu(%mm_1)                                             # 1  test_text.py:19
+  %detach_1: f32[s0, 4] = detach(%relu_1)                                       # 1  test_text.py:19
+  %add_1: f32[s0, 4] = add.Tensor(%add, %relu_1)                                # 1  test_text.py:19
 loss:
   %pow_1: f32[s0, 4] = pow.Tensor_Scalar(%add_1, 2)                             # running.py:31
   %sum_1: f32[] = sum(%pow_1)                                                   # running.py:31
@@ -87,9 +87,9 @@ stage program "stage 1 backward"
   %add: f32[s0, 4] = saved 0
   %relu_1: f32[s0, 4] = saved 1
 forward:
-  %t_1: f32[4, 4] = t(%_1_fc_weight)                                            # 1.fc  test_text.py:20
-  %detach_1: f32[s0, 4] = detach(%relu_1)                                       # 1  test_text.py:20
-  %add_1: f32[s0, 4] = add.Tensor(%add, %relu_1)                                # 1  test_text.py:20
+  %t_1: f32[4, 4] = t(%_1_fc_weight)                                            # 1.fc  test_text.py:19
+  %detach_1: f32[s0, 4] = detach(%relu_1)                                       # 1  test_text.py:19
+  %add_1: f32[s0, 4] = add.Tensor(%add, %relu_1)                                # 1  test_text.py:19
 loss:
   %_to_copy: f32[] = _to_copy(%denominator_loss, dtype=f32)
 backward:
@@ -98,15 +98,15 @@ backward:
   %pow_2: f32[s0, 4] = pow.Tensor_Scalar(%add_1, 1.0)                           # running.py:31
   %mul: f32[s0, 4] = mul.Scalar(%pow_2, 2.0)                                    # running.py:31
   %mul_1: f32[s0, 4] = mul.Tensor(%expand, %mul)                                # running.py:31
-  %detach_2: f32[s0, 4] = detach(%detach_1)                                     # 1  test_text.py:20  of %relu_1
-  %threshold_backward: f32[s0, 4] = threshold_backward(%mul_1, %detach_2, 0)    # 1  test_text.py:20  of %relu_1
-  %t_2: f32[4, s0] = t(%threshold_backward)                                     # 1.fc  test_text.py:20
-  %mm_2: f32[4, 4] = mm(%t_2, %add)                                             # 1.fc  test_text.py:20
-  %t_3: f32[4, 4] = t(%mm_2)                                                    # 1.fc  test_text.py:20
-  %t_4: f32[4, 4] = t(%t_1)                                                     # 1.fc  test_text.py:20
-  %mm_3: f32[s0, 4] = mm(%threshold_backward, %t_4)                             # 1.fc  test_text.py:20
+  %detach_2: f32[s0, 4] = detach(%detach_1)                                     # 1  test_text.py:19  of %relu_1
+  %threshold_backward: f32[s0, 4] = threshold_backward(%mul_1, %detach_2, 0)    # 1  test_text.py:19  of %relu_1
+  %t_2: f32[4, s0] = t(%threshold_backward)                                     # 1.fc  test_text.py:19
+  %mm_2: f32[4, 4] = mm(%t_2, %add)                                             # 1.fc  test_text.py:19
+  %t_3: f32[4, 4] = t(%mm_2)                                                    # 1.fc  test_text.py:19
+  %t_4: f32[4, 4] = t(%t_1)                                                     # 1.fc  test_text.py:19
+  %mm_3: f32[s0, 4] = mm(%threshold_backward, %t_4)                             # 1.fc  test_text.py:19
   %add_2: f32[s0, 4] = add.Tensor(%mul_1, %mm_3)                                # gradient sum
-  %t_5: f32[4, 4] = t(%t_3)                                                     # 1.fc  test_text.py:20  of %t_1
+  %t_5: f32[4, 4] = t(%t_3)                                                     # 1.fc  test_text.py:19  of %t_1
 return gradient 1>0[0] = %add_2
 return grad 1.fc.weight = %t_5
 
@@ -117,11 +117,11 @@ stage program "stage 1 forward and backward"
   %s0: int = size s0
   %add: f32[s0, 4] = activation 0>1[0]
 forward:
-  %t_1: f32[4, 4] = t(%_1_fc_weight)                                            # 1.fc  test_text.py:20
-  %mm_1: f32[s0, 4] = mm(%add, %t_1)                                            # 1.fc  test_text.py:20
-  %relu_1: f32[s0, 4] = relu(%mm_1)                                             # 1  test_text.py:20
-  %detach_1: f32[s0, 4] = detach(%relu_1)                                       # 1  test_text.py:20
-  %add_1: f32[s0, 4] = add.Tensor(%add, %relu_1)                                # 1  test_text.py:20
+  %t_1: f32[4, 4] = t(%_1_fc_weight)                                            # 1.fc  test_text.py:19
+  %mm_1: f32[s0, 4] = mm(%add, %t_1)                                            # 1.fc  test_text.py:19
+  %relu_1: f32[s0, 4] = relu(%mm_1)                                             # 1  test_text.py:19
+  %detach_1: f32[s0, 4] = detach(%relu_1)                                       # 1  test_text.py:19
+  %add_1: f32[s0, 4] = add.Tensor(%add, %relu_1)                                # 1  test_text.py:19
 loss:
   %pow_1: f32[s0, 4] = pow.Tensor_Scalar(%add_1, 2)                             # running.py:31
   %sum_1: f32[] = sum(%pow_1)                                                   # running.py:31
@@ -132,15 +132,15 @@ backward:
   %pow_2: f32[s0, 4] = pow.Tensor_Scalar(%add_1, 1.0)                           # running.py:31  of %pow_1
   %mul: f32[s0, 4] = mul.Scalar(%pow_2, 2.0)                                    # running.py:31  of %pow_1
   %mul_1: f32[s0, 4] = mul.Tensor(%expand, %mul)                                # running.py:31  of %pow_1
-  %detach_2: f32[s0, 4] = detach(%detach_1)                                     # 1  test_text.py:20  of %relu_1
-  %threshold_backward: f32[s0, 4] = threshold_backward(%mul_1, %detach_2, 0)    # 1  test_text.py:20  of %relu_1
-  %t_2: f32[4, s0] = t(%threshold_backward)                                     # 1.fc  test_text.py:20  of %mm_1
-  %mm_2: f32[4, 4] = mm(%t_2, %add)                                             # 1.fc  test_text.py:20  of %mm_1
-  %t_3: f32[4, 4] = t(%mm_2)                                                    # 1.fc  test_text.py:20  of %mm_1
-  %t_4: f32[4, 4] = t(%t_1)                                                     # 1.fc  test_text.py:20  of %mm_1
-  %mm_3: f32[s0, 4] = mm(%threshold_backward, %t_4)                             # 1.fc  test_text.py:20  of %mm_1
+  %detach_2: f32[s0, 4] = detach(%detach_1)                                     # 1  test_text.py:19  of %relu_1
+  %threshold_backward: f32[s0, 4] = threshold_backward(%mul_1, %detach_2, 0)    # 1  test_text.py:19  of %relu_1
+  %t_2: f32[4, s0] = t(%threshold_backward)                                     # 1.fc  test_text.py:19  of %mm_1
+  %mm_2: f32[4, 4] = mm(%t_2, %add)                                             # 1.fc  test_text.py:19  of %mm_1
+  %t_3: f32[4, 4] = t(%mm_2)                                                    # 1.fc  test_text.py:19  of %mm_1
+  %t_4: f32[4, 4] = t(%t_1)                                                     # 1.fc  test_text.py:19  of %mm_1
+  %mm_3: f32[s0, 4] = mm(%threshold_backward, %t_4)                             # 1.fc  test_text.py:19  of %mm_1
   %add_2: f32[s0, 4] = add.Tensor(%mul_1, %mm_3)                                # gradient sum
-  %t_5: f32[4, 4] = t(%t_3)                                                     # 1.fc  test_text.py:20  of %t_1
+  %t_5: f32[4, 4] = t(%t_3)                                                     # 1.fc  test_text.py:19  of %t_1
 return loss loss = %sum_1
 return output output = %add_1
 return gradient 1>0[0] = %add_2
