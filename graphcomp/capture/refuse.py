@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from graphcomp.capture.labels import Labels, error_line
+from graphcomp.compat.modules import has_hooks
 from graphcomp.compat.symbols import DATA_DEPENDENT
-from graphcomp.compat.tracing import has_gradient_hooks
 from graphcomp.errors import CaptureError, StateError
 from graphcomp.ir import meta
 from graphcomp.ir.meta import Phase
@@ -24,7 +24,7 @@ def check_hooks(model: nn.Module) -> None:
     """Refuse hooks on parameters: autograd would call them, a program cannot."""
     check_buffers(model)
     for name, parameter in model.named_parameters():
-        if has_gradient_hooks(parameter):
+        if has_hooks(parameter):
             raise StateError(
                 f"parameter '{name}' has a gradient hook, which a compiled step would not call",
                 where=type(model).__name__,

@@ -10,7 +10,6 @@ from torch.utils._pytree import (
     MappingKey,
     SequenceKey,
     TreeSpec,
-    keystr,
     register_pytree_node,
     tree_flatten,
     tree_flatten_with_path,
@@ -21,7 +20,6 @@ from torch.utils._pytree import (
 __all__ = [
     "KeyPath",
     "TreeSpec",
-    "keystr",
     "path_text",
     "register_mapping",
     "tree_flatten",

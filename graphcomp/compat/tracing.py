@@ -75,9 +75,3 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any]) -> GraphModule
     table: dict[Any, Callable[..., Any]] = {torch.ops.aten.baddbmm.default: _expand_first}
     with SymbolicSizes(), _no_fused_attention():
         return make_fx(function, table, tracing_mode="real", _allow_non_fake_inputs=True)(*arguments)
-
-
-def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether the user registered a gradient hook or a post-accumulate hook on a parameter."""
-    hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-    return any(hooks)

@@ -52,7 +52,7 @@ def _lines(cut: Partitioned, plan: Plan, microbatches: int) -> Iterator[str]:
     yield from _predicted(stages, schedule)
     yield from ("", "sizes")
     for symbol, (path, dimension) in cut.joint.sizes.symbols.items():
-        yield shorten(f"  {symbols.rename(symbol)} = {_field(path)}.shape[{dimension}]")
+        yield shorten(f"  {symbols.rename(symbol)} = {path}.shape[{dimension}]")
     if not cut.joint.sizes.symbols:
         yield "  all fixed"
     conditions = [cut.joint.sizes.readable(condition) for condition in cut.joint.sizes.conditions]
@@ -76,7 +76,7 @@ class _StageFacts:
         self.flops = self.forward_flops + self.backward_flops
         saved = [node for what, node in stage.forward.output_items() if isinstance(what, role.Saved)]
         self.saved, self.saved_bytes = len(saved), sum(size_bytes(node) for node in saved)
-        self.fields = [_field(what.path) for what in inputs if isinstance(what, role.BatchLeaf)]
+        self.fields = [what.path for what in inputs if isinstance(what, role.BatchLeaf)]
         self.buffers = [what.name for what in inputs if isinstance(what, role.Buffer)]
         self.updates = {what.name for what in stage.forward.outputs if isinstance(what, role.BufferUpdate)}
 
@@ -182,11 +182,3 @@ def _elements(node: Node) -> int:
 
 def _numbers(stages: tuple[int, ...]) -> str:
     return ", ".join(map(str, stages))
-
-
-def _field(path: str) -> str:
-    """`['tokens']` as `tokens`, `['a'][0]` as `a[0]`."""
-    if path.startswith("['") and path.count("']") >= 1:
-        name, _, rest = path[2:].partition("']")
-        return name + rest
-    return path or "batch"

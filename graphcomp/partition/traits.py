@@ -12,6 +12,7 @@ from graphcomp.ir import signature as role
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
 from graphcomp.partition.costs import work as work_of
+from graphcomp.passes.effects import is_collective, is_random
 
 # A value from the batch alone is computed again on each stage up to this share of the forward's work, or else sent.
 CHEAP_SHARE = 0.02
@@ -51,10 +52,7 @@ _PARTIAL = {
 
 def is_impure(node: Node) -> bool:
     """Whether computing a node twice differs from computing it once: random draws and collectives."""
-    target = node.target
-    if not isinstance(target, OpOverload):
-        return False
-    return torch.Tag.nondeterministic_seeded in target.tags or target.namespace in ("_c10d_functional", "c10d")
+    return is_random(node) or is_collective(node)
 
 
 def replicable_nodes(program: Program) -> set[Node]:
