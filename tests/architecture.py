@@ -23,6 +23,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("capture", "schedule", "collectives"),
     ("passes",),
     ("partition",),
+    ("dataparallel",),
     ("backend",),
     ("runtime",),
     ("compiler",),

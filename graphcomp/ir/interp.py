@@ -12,6 +12,7 @@ from torch.fx.graph import CodeGen
 from torch.fx.node import map_arg
 
 from graphcomp.errors import VerifyError
+from graphcomp.ir.collective_calls import name_groups
 from graphcomp.ir.program import Program
 from graphcomp.ir.signature import Constant, Role
 
@@ -33,13 +34,17 @@ def as_written() -> Iterator[None]:
         yield
 
 
-def boxed_callable(program: Program) -> Boxed:
+def boxed_callable(program: Program, groups: Mapping[str, str] | None = None) -> Boxed:
     """The program as a function of one list of inputs, in the order of its signature.
+
+    groups: mesh axis -> name of this rank's process group along it, for the collectives of the program.
 
     The list is emptied, so that each input, as each value in between, is freed after its last use. Sizes are
     ints. Returns the outputs in order, None where an output stands for nothing. The program may change later.
     """
     graph = program.copy().graph
+    if groups is not None:
+        name_groups(graph, groups, f"program '{program.name}'")
     for node in graph.nodes:
         node.target = _LENIENT.get(node.target, node.target)
     graph.set_codegen(_BoxedCode())
@@ -77,23 +82,27 @@ def run(program: Program, inputs: Mapping[Role, Any]) -> dict[Role, Any]:
 def trace_values(program: Program, inputs: Mapping[Role, Any]) -> Iterator[tuple[Node, Any]]:
     """Each node with the value it computes, inputs included, in order. Keeps no value beyond its last use."""
     given = iter(ordered(program, inputs))
-    last = _last_uses(program)
+    last = last_uses(program)
     values: dict[Node, Any] = {}
     for node in program.graph.nodes:
         if node.op == "output":
             return
         if node.op == "placeholder":
             values[node] = next(given)
-        elif node.op == "call_function" and callable(node.target):
-            arguments, keywords = map_arg((node.args, node.kwargs), values.__getitem__)
-            with as_written():
-                values[node] = _LENIENT.get(node.target, node.target)(*arguments, **keywords)
-            del arguments, keywords
         else:
-            raise VerifyError(f"node '{node.name}' cannot run", expected="call_function", got=node.op)
+            values[node] = evaluate(node, values)
         yield node, values[node]
         for done in last.get(node, ()):
             del values[done]
+
+
+def evaluate(node: Node, values: Mapping[Node, Any]) -> Any:
+    """What one call computes from the values of its inputs."""
+    if node.op != "call_function" or not callable(node.target):
+        raise VerifyError(f"node '{node.name}' cannot run", expected="call_function", got=node.op)
+    arguments, keywords = map_arg((node.args, node.kwargs), values.__getitem__)
+    with as_written():
+        return _LENIENT.get(node.target, node.target)(*arguments, **keywords)
 
 
 def ordered(program: Program, inputs: Mapping[Role, Any]) -> list[Any]:
@@ -113,7 +122,7 @@ def ordered(program: Program, inputs: Mapping[Role, Any]) -> list[Any]:
     return [known[role] for role in program.inputs]
 
 
-def _last_uses(program: Program) -> dict[Node, list[Node]]:
+def last_uses(program: Program) -> dict[Node, list[Node]]:
     """By node: the values that nobody reads after it."""
     place = {node: i for i, node in enumerate(program.graph.nodes)}
     last: dict[Node, list[Node]] = {}

@@ -16,10 +16,15 @@ from graphcomp.ir.signature import Role
 
 
 class Level(StrEnum):
-    """What a program may hold; see `ir.verify` for the rules of each level."""
+    """What a program may hold; see `ir.verify` for the rules of each level.
+
+    joint: the whole model, for one microbatch. stage: a part of it, for one microbatch. step: what one stage does once
+    a step with its parameters or their gradients, together with the other data ranks.
+    """
 
     JOINT = "joint"
     STAGE = "stage"
+    STEP = "step"
 
 
 @dataclass

@@ -17,8 +17,10 @@ from graphcomp.ir.signature import (
     Loss,
     Metric,
     Output,
+    Param,
     Role,
     Saved,
+    Shard,
     Tokens,
 )
 from graphcomp.ir.spelling import Symbols
@@ -27,10 +29,12 @@ _RESULTS = (Loss, Tokens, Metric, Grad, BufferUpdate, Output)
 INPUTS: dict[Level, tuple[type[Role], ...]] = {
     Level.JOINT: AMBIENT,
     Level.STAGE: (*AMBIENT, Activation, Saved),
+    Level.STEP: (Param, Shard, Grad),
 }
 OUTPUTS: dict[Level, tuple[type[Role], ...]] = {
     Level.JOINT: _RESULTS,
     Level.STAGE: (*_RESULTS, Activation, Saved),
+    Level.STEP: (Param, Shard, Grad),
 }
 MAY_BE_NONE = (Grad,)
 

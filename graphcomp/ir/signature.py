@@ -21,6 +21,16 @@ class Param(Role):
 
 
 @dataclass(frozen=True)
+class Shard(Role):
+    """This data rank's rows of a parameter, padded so that every data rank has equally many."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"shard {self.name}"
+
+
+@dataclass(frozen=True)
 class Buffer(Role):
     """A buffer, by its original name, as it is when the microbatch begins."""
 

@@ -12,7 +12,7 @@ from graphcomp.ir.printer import name, window
 from graphcomp.ir.program import Level, Program
 
 Check = Callable[[Program], Iterator[Fault]]
-BOTH = frozenset({Level.JOINT, Level.STAGE})
+ALL = frozenset(Level)
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Rule:
     name: str
     says: str
     check: Check
-    levels: frozenset[Level] = BOTH
+    levels: frozenset[Level] = ALL
 
 
 # In this order: a rule may rely on those above it.

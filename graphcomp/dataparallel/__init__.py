@@ -1,0 +1,1 @@
+"""Data parallelism: step programs that gather parameters and reduce their gradients over data ranks."""

