@@ -18,7 +18,7 @@ import torch
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("plan", "losses", "progress"),
-    ("compat",),
+    ("compat", "huggingface"),
     ("ir",),
     ("capture", "schedule", "collectives"),
     ("passes",),
@@ -33,7 +33,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("clip",),
 )
 LEVEL = {layer: level for level, layers in enumerate(LEVELS) for layer in layers}
-ONLY = {"schedule": {"errors"}, "losses": {"errors"}}  # layers that may import less than their level allows
+# Layers that may import less than their level allows.
+ONLY = {"schedule": {"errors"}, "losses": {"errors"}, "huggingface": {"errors", "losses"}}
 OBSERVERS = {"inspect", "testing", "checkpoint"}  # read every layer
 WIRING = {
     "compiler",
