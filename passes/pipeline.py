@@ -10,15 +10,29 @@ from typing import get_type_hints
 
 from graphcomp.errors import PlanError
 from graphcomp.passes.base import Pass
+from graphcomp.passes.bucket_collectives import BucketCollectives
 from graphcomp.passes.cse import CommonSubexpressions
 from graphcomp.passes.dead_code import DeadCode
 from graphcomp.passes.decompose import Decompose
 from graphcomp.passes.functionalize import Functionalize
 from graphcomp.passes.noop import NoOp
+from graphcomp.passes.order_collectives import OrderCollectives
 from graphcomp.passes.seeded_random import SeededRandom
 
 PASSES: Mapping[str, type[Pass]] = MappingProxyType(
-    {kind.name: kind for kind in (CommonSubexpressions, DeadCode, Decompose, Functionalize, NoOp, SeededRandom)}
+    {
+        kind.name: kind
+        for kind in (
+            BucketCollectives,
+            CommonSubexpressions,
+            DeadCode,
+            Decompose,
+            Functionalize,
+            NoOp,
+            OrderCollectives,
+            SeededRandom,
+        )
+    }
 )
 
 ITEM = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:\{([^{}]*)\})?\s*(?:,|$)")

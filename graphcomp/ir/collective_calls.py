@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from graphcomp.compat.collective_operators import WAIT
 from graphcomp.compat.operators import OpOverload, argument_names
@@ -24,10 +25,12 @@ def is_wait(node: Node) -> bool:
     return node.target is WAIT
 
 
-def arguments(node: Node, args: tuple[Any, ...] | None = None, kwargs: Mapping[str, Any] | None = None) -> dict:
-    """The arguments of an operator call by name; `args` and `kwargs` in place of the node's own."""
+def arguments(node: Node, known: Callable[[Node], Any] = lambda argument: argument) -> dict[str, Any]:
+    """The arguments of an operator call by name, in the operator's order; `known` gives what stands for a node."""
+    args, kwargs = map_arg((node.args, node.kwargs), known)
     names = argument_names(node.target)  # type: ignore[arg-type]
-    return {**dict(zip(names, node.args if args is None else args, strict=False)), **(kwargs or node.kwargs)}
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {name: given[name] for name in names if name in given}
 
 
 def axis_of(node: Node) -> str | None:

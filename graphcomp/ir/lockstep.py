@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from graphcomp.compat import collective_operators as ops
 from graphcomp.errors import VerifyError
@@ -62,7 +61,7 @@ def _step(program: Program, node: Node, axis: str, values: Sequence[dict[Node, A
     if node.target not in _RULES:
         listed = ", ".join(str(target) for target in _RULES)
         raise VerifyError("this collective has no rule here", where=where, expected=listed, got=node.target)
-    calls = [arguments(node, *map_arg((node.args, node.kwargs), known.__getitem__)) for known in values]
+    calls = [arguments(node, known.__getitem__) for known in values]
     with as_written():
         results = _RULES[node.target](calls, where)
     for known, result in zip(values, results, strict=True):
