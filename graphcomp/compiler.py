@@ -16,13 +16,14 @@ from graphcomp.backend import Backend, Boxed
 from graphcomp.backend import Progress as BackendProgress
 from graphcomp.capture import Joint, capture
 from graphcomp.capture.guards import read_captured
+from graphcomp.dataparallel.step import DataParallel
 from graphcomp.errors import StepError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.program import Program
 from graphcomp.ir.verify import verify
 from graphcomp.partition import Partitioned, partition
-from graphcomp.partition.homes import homes_of
+from graphcomp.partition.homes import Homes, homes_of
 from graphcomp.passes.base import Pass
 from graphcomp.passes.cse import CommonSubexpressions
 from graphcomp.passes.dead_code import DeadCode
@@ -89,7 +90,9 @@ class GraphCompiler:
         plan: Plan | None = None,
         *,
         rank: int | None = None,
+        data_ranks: int = 1,
     ) -> None:
+        self.data_ranks = data_ranks
         self.model, self.loss_fn, self.plan = model, loss_fn, plan or Plan()
         self.progress = Progress(self.plan.quiet, rank)
         self.backend: Backend = backends.get(self.plan.backend, self._tell)
@@ -114,7 +117,7 @@ class GraphCompiler:
     @property
     def is_cut(self) -> bool:
         """Whether more than one stage or process takes part, so that draws must not depend on who runs what."""
-        return self.plan.stage_count > 1 or self.plan.mesh is not None
+        return self.plan.stage_count > 1 or self.plan.mesh is not None or self.data_ranks > 1
 
     def partition(self, specialisation: Specialisation | None = None, *, outputs: bool = False) -> Partitioned:
         """The stages of a specialisation (the latest by default). outputs: with the model's own outputs."""
@@ -128,6 +131,15 @@ class GraphCompiler:
             self.homes = homes_of(cut.stages) | self.homes
         return one.partitions[outputs]
 
+    def follow(self, homes: Homes, specialisations: Sequence[Specialisation], outputs: bool) -> None:
+        """Take over the homes that all data ranks have agreed on; cut anew what was cut otherwise."""
+        self.homes = dict(homes)
+        for one in specialisations:
+            own = homes_of(one.partitions[outputs].stages)
+            if any(not set(stages) <= set(homes[name]) for name, stages in own.items()):
+                del one.partitions[outputs]
+                self.partition(one, outputs=outputs)
+
     def schedule(self, partitioned: Sequence[Partitioned]) -> Schedule:
         """The plan's schedule for these microbatches, with the transfers that they need; checked."""
         stages = self.plan.stage_count
@@ -140,13 +152,21 @@ class GraphCompiler:
         return schedules.fuse(timed)
 
     def lower(
-        self, partitioned: Sequence[Partitioned] | None = None, *, outputs: bool = False, rank: int | None = None
+        self,
+        partitioned: Sequence[Partitioned] | None = None,
+        *,
+        outputs: bool = False,
+        rank: int | None = None,
+        data: DataParallel | None = None,
     ) -> RankPrograms:
-        """The programs of all ranks, or of one, for a step with these microbatches (by default as many as stages)."""
+        """The programs of all ranks, or of one, for a step with these microbatches (by default as many as stages).
+
+        data: what the step does over data ranks, if there are several.
+        """
         given = partitioned or [self.partition(outputs=outputs)] * self.plan.stage_count
         schedule = self.schedule(given)
         ranks = range(len(schedule.ranks)) if rank is None else [rank]
-        return RankPrograms(schedule, tuple(lower(given, schedule, one, outputs=outputs) for one in ranks))
+        return RankPrograms(schedule, tuple(lower(given, schedule, one, outputs, data) for one in ranks))
 
     def compile(
         self,

@@ -1,48 +1,70 @@
-"""The engine: runs bound microbatches on this process's ranks of the pipeline; nothing is written before it ends."""
+"""The engine: binds microbatches to programs and runs a step on this process's ranks. It writes to nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from graphcomp.compiler import GraphCompiler, RankPrograms, Specialisation
+from graphcomp.compiler import GraphCompiler
+from graphcomp.dataparallel.rows import join_rows, padded_rows
 from graphcomp.dispatch import Bound, Dispatcher, as_microbatches
-from graphcomp.errors import RankFailure, StepError
+from graphcomp.errors import AgreementError, RankFailure, StepError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
-from graphcomp.ir.interp import boxed_callable
 from graphcomp.ir.randomness import step_seeds
-from graphcomp.partition import Partitioned
-from graphcomp.runtime.agreement import Agreement
-from graphcomp.runtime.closing import Closing
-from graphcomp.runtime.executor import RankExecutor, RankResult, run_virtual_ranks
+from graphcomp.prepare import Preparation, Prepared, key_of
+from graphcomp.runtime.agreement import DataRank, Intent
+from graphcomp.runtime.closing import Closed, DataRanks
+from graphcomp.runtime.counting import Counting
+from graphcomp.runtime.executor import RankResult, run_virtual_ranks
 from graphcomp.runtime.inputs import StepInputs
 from graphcomp.runtime.layout import Layout
 from graphcomp.runtime.outputs import collect_outputs
-from graphcomp.runtime.prologue import Counts, count
+from graphcomp.runtime.prologue import Counts
 from graphcomp.runtime.result import StepResult
 from graphcomp.runtime.state import LiveState
-from graphcomp.runtime.transport import ProcessTransport, Transport, VirtualNetwork, VirtualTransport
-
-KEPT = 64
-"""Sequences of specialisations whose rank programs are kept; the oldest goes first. Compiled code is kept apart."""
 
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "DistBackendError")
 """How a process group says that a peer is gone; it has no error type for that."""
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """All that a sequence of specialisations needs in order to run. executors: one for each rank in this process."""
+class Options:
+    """How a step is called; the same on all ranks."""
 
-    partitioned: tuple[Partitioned, ...]
-    programs: RankPrograms
-    executors: tuple[RankExecutor, ...]
-    closing: Closing
+    training: bool = True
+    outputs: str = "none"
+    loss_scale: float = 1.0
+
+    @property
+    def keeps(self) -> bool:
+        return self.outputs != "none"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One pipeline of this process in a step: its microbatches, and what runs them.
+
+    first: the place of its first microbatch among those of all data ranks.
+    """
+
+    bound: tuple[Bound, ...]
+    prepared: Prepared
+    data_rank: int
+    first: int
+
+
+@dataclass(frozen=True)
+class BoundStep:
+    """A step that is ready to run. lines: of this process. ranks: what all data ranks have said."""
+
+    lines: tuple[Line, ...]
+    ranks: tuple[DataRank, ...]
+    options: Options
 
 
 @dataclass(frozen=True)
@@ -63,77 +85,114 @@ class Engine:
     def __init__(self, compiler: GraphCompiler, layout: Layout, virtual: bool = False) -> None:
         self.compiler, self.layout, self.virtual = compiler, layout, virtual
         self.state = LiveState(compiler.model)
-        self.agreement = Agreement(layout)
+        self.preparation = Preparation(compiler, layout, virtual, self.state)
+        self.agreement = self.preparation.agreement
+        self.counting = Counting(layout)
         self.followed: Hashable = None
         self.broken: str | None = None
-        self._prepared: dict[tuple[tuple[int, ...], bool], Prepared] = {}
-        self._prologues: dict[int, Any] = {}
         self._scales: dict[tuple[float, torch.dtype], torch.Tensor] = {}
 
-    def prepare(self, specialisations: Sequence[Specialisation], outputs: bool) -> tuple[Prepared, bool]:
-        """What a step with these (one a microbatch) needs; True if it was made just now. Ranks agree on it first."""
-        numbers = tuple(one.number for one in specialisations)
-        found = self._prepared.get((numbers, outputs))
-        if found is not None:
-            return found, False
-        failure: Exception | None = None
-        prepared: Prepared | None = None
-        try:
-            prepared = self._make(specialisations, outputs)
-        except Exception as error:
-            failure = error
-        distinct = {one.number: one for one in specialisations}
-        conditions = {number: one.joint.sizes.conditions for number, one in distinct.items()}
-        text = "" if prepared is None else _wire_text(prepared)
-        shared = self.agreement.share(text, failure, "prepare the step", conditions)
-        if prepared is None:
-            raise failure if failure is not None else RankFailure("the step could not be prepared")
-        for theirs in shared:
-            for number, one in distinct.items():
-                self.compiler.add_conditions(one, theirs[number])
-        while len(self._prepared) >= KEPT:
-            del self._prepared[next(iter(self._prepared))]
-        self._prepared[numbers, outputs] = prepared
-        self.state.refresh()
-        self.state.require_real(set(prepared.partitioned[0].parameter_stages))
-        return prepared, True
+    def bind(self, dispatcher: Dispatcher, given: Sequence[Iterable[Any]], options: Options) -> BoundStep:
+        """Select specialisations and prepare them; again while compiling adds conditions that a microbatch breaks.
 
-    def _make(self, specialisations: Sequence[Specialisation], outputs: bool) -> Prepared:
-        partitioned = tuple(self.compiler.partition(one, outputs=outputs) for one in specialisations)
-        rank = None if self.virtual else self.layout.rank
-        programs = self.compiler.lower(partitioned, outputs=outputs, rank=rank)
-        callables = self.compiler.compile(programs, specialisations, outputs=outputs)
-        network = VirtualNetwork()
-        executors = tuple(
-            RankExecutor(
-                program,
-                list({id(one): one for one in partitioned}.values()),
-                callables,
-                self._transport(network),
-                self.layout.device,
-                self.compiler.plan.accumulate_dtype,
+        given: the microbatches of each pipeline in this process. What cannot be bound leaves no specialisation behind,
+        on any rank.
+        """
+        self._require_usable()
+        batches: list[list[Any]] | None = None
+        for _ in range(self.compiler.plan.max_programs + 1):
+            before, told = len(self.compiler.specialisations), False
+            try:
+                batches = [as_microbatches(one) for one in given] if batches is None else batches
+                bound = [tuple(dispatcher.select(one, options.training)) for one in batches]
+                intents = [self._intent(one, options) for one in bound]
+                told = True
+                ranks, is_new = self._compare(intents)
+                self._check_counts(ranks)
+            except Exception as error:
+                dispatcher.forget(before)
+                if not told:
+                    self.agreement.compare(Intent(), error)
+                raise
+            if dispatcher.state is not self.followed:  # the model was read anew: modules may have been replaced
+                self.state.refresh()
+                self.followed = dispatcher.state
+            lines = [[one.specialisation for one in line] for line in bound]
+            if is_new:
+                self.preparation.compile(lines, options.keeps)
+            if not is_new or all(
+                one.specialisation.joint.sizes.accepts(one.sizes, one.leaves) for line in bound for one in line
+            ):
+                prepared = self.preparation.link(lines, options.keeps, ranks)
+                return BoundStep(tuple(self._lines(bound, prepared, ranks)), ranks, options)
+        raise StepError("compiling keeps adding conditions that the microbatches do not meet")
+
+    def _lines(
+        self, bound: Sequence[tuple[Bound, ...]], prepared: Sequence[Prepared], ranks: Sequence[DataRank]
+    ) -> Iterator[Line]:
+        for place, (own, ready) in enumerate(zip(bound, prepared, strict=True)):
+            data_rank = place if self.virtual else self.layout.data_rank
+            yield Line(own, ready, data_rank, sum(rank.microbatches for rank in ranks[:data_rank]))
+
+    def _require_usable(self) -> None:
+        if self.broken is not None:
+            raise StepError(
+                "this step is unusable: an earlier one failed while messages were under way",
+                where=f"rank {self.layout.rank}",
+                got=self.broken,
+                do="gradients and buffers are as before that step; start the processes again to go on",
             )
-            for program in programs.ranks
+
+    def _compare(self, intents: Sequence[Intent]) -> tuple[tuple[DataRank, ...], bool]:
+        if not self.virtual:
+            return self.agreement.compare(intents[0])
+        return tuple(DataRank(one.contribution, one.microbatches) for one in intents), any(o.is_new for o in intents)
+
+    def _intent(self, bound: Sequence[Bound], options: Options) -> Intent:
+        specialisations = [one.specialisation for one in bound]
+        each = tuple((one.specialisation.number, *one.sizes.values()) for one in bound)
+        word = "a training" if options.training else "an evaluation"
+        lines = [
+            f"{word} step, outputs={options.outputs!r}, loss_scale={options.loss_scale}",
+            f"{len(bound)} microbatches",
+            *(f"microbatch {i}: specialisation {n}, sizes {sizes}" for i, (n, *sizes) in enumerate(each)),
+        ]
+        kinds = ("none", "local", "all")
+        return Intent(
+            common=(options.training, kinds.index(options.outputs), options.loss_scale),
+            own=each,
+            text="\n".join(lines),
+            contribution=self.preparation.contribution(specialisations).number,
+            microbatches=len(bound),
+            is_new=self.preparation.is_new(key_of(specialisations, options.keeps)),
         )
-        return Prepared(partitioned, programs, executors, Closing(partitioned, self.layout.device))
 
-    def _transport(self, network: VirtualNetwork) -> Transport:
-        if self.virtual or self.layout.down is None or self.layout.up is None:
-            return VirtualTransport(network)
-        return ProcessTransport(self.layout.down, self.layout.up, range(self.layout.stages))
+    def _check_counts(self, ranks: Sequence[DataRank]) -> None:
+        """Gathers for every action need as many actions on all data ranks, in one order."""
+        if self.compiler.plan.regather and len({rank.microbatches for rank in ranks}) > 1:
+            raise AgreementError(
+                "Plan(regather=True) needs as many microbatches on every data rank",
+                got=", ".join(f"{rank.microbatches} on data rank {i}" for i, rank in enumerate(ranks)),
+                do="give every data rank the same number, or leave `regather` out",
+            )
 
-    def run(self, bound: Sequence[Bound], outputs: str = "none", loss_scale: float = 1.0) -> Ran:
-        """One step over microbatches that `prepare` was called for. Writes to nothing of the model."""
-        prepared, _ = self.prepare([one.specialisation for one in bound], outputs != "none")
+    def run(self, step: BoundStep, tokens: Mapping[str, Any] | None = None) -> Ran:
+        """Run it. tokens: denominators in the place of the step's own counts. Writes to nothing of the model."""
+        executors = [executor for line in step.lines for executor in line.prepared.executors]
         try:
-            counts = self._count(bound, prepared)
-            inputs = self._inputs(bound, prepared, counts, loss_scale)
-            for executor in prepared.executors:
-                executor.begin(inputs)
-            return self._finish(bound, prepared, counts, run_virtual_ranks(prepared.executors), outputs)
+            counts, collectives = self.count(step)
+            counts = self.counting.replaced(counts, tokens)
+            seeds = self._seeds(step)
+            for line in step.lines:
+                inputs = self._inputs(line, counts, seeds, step.options.loss_scale)
+                for executor in line.prepared.executors:
+                    executor.begin(inputs)
+            return self._finish(step, counts, run_virtual_ranks(executors), collectives)
         except Exception as error:
-            for executor in prepared.executors:
+            for executor in executors:
                 executor.drop()
+            if self.virtual:
+                self.preparation.forget()
             if self.virtual or self.layout.side is None:
                 raise
             self.broken = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -146,48 +205,39 @@ class Engine:
                 ) from error
             raise
 
-    def _count(self, bound: Sequence[Bound], prepared: Prepared) -> Counts:
-        counted: list[dict[str, torch.Tensor]] = []
-        for one, cut in zip(bound, prepared.partitioned, strict=True):
-            if cut.prologue is None:
-                counted.append({})
-                continue
-            call = self._prologues.get(id(cut.prologue))
-            if call is None:
-                call = self._prologues[id(cut.prologue)] = boxed_callable(cut.prologue)
-            box = [self._prologue_input(what, one, cut) for what in cut.prologue.inputs]
-            with torch.no_grad():
-                values = call(box)
-            counted.append(dict(zip((what.loss for what in cut.prologue.outputs), values, strict=True)))  # type: ignore[attr-defined]
-        return count(prepared.closing.losses, counted, self.layout.device)
+    def count(self, step: BoundStep) -> tuple[Counts, int]:
+        """The tokens of a step, over all its data ranks, and the number of collectives used."""
+        bound = [one.inputs(None) for line in step.lines for one in line.bound]
+        cuts = [cut for line in step.lines for cut in line.prepared.partitioned]
+        return self.counting.count(bound, cuts, step.lines[0].prepared.total)
 
-    def _prologue_input(self, what: role.Role, one: Bound, cut: Partitioned) -> Any:
-        match what:
-            case role.BatchLeaf(path):
-                return one.leaves[path]
-            case role.Size(symbol):
-                return one.sizes[symbol]
-            case role.Constant(name):
-                return cut.joint.program.constants[name]
-            case role.Captured(name):
-                return cut.joint.captured[name].read()
-        raise RankFailure(f"the prologue has an input it may not have: {what}")
+    def _seeds(self, step: BoundStep) -> Sequence[torch.Tensor | None]:
+        """One for each microbatch of all data ranks, in their order; drawn by the job's first rank."""
+        count = sum(rank.microbatches for rank in step.ranks)
+        if not step.lines[0].prepared.total.seeded:
+            return [None] * count
+        return self.agreement.of_the_first(torch.stack(step_seeds(count))).unbind()
 
-    def _inputs(self, bound: Sequence[Bound], prepared: Prepared, counts: Counts, loss_scale: float) -> StepInputs:
-        joints = {id(cut.joint): cut.joint for cut in prepared.partitioned}.values()
-        wants_seed = any(role.Seed() in joint.program.inputs for joint in joints)
-        seeds: Sequence[torch.Tensor | None] = [None] * len(bound)
-        if wants_seed:
-            seeds = self.agreement.of_the_first(torch.stack(step_seeds(len(bound)))).unbind()
-        specialisations = {one.specialisation.number: one.specialisation for one in bound}.values()
+    def _inputs(
+        self, line: Line, counts: Counts, seeds: Sequence[torch.Tensor | None], loss_scale: float
+    ) -> StepInputs:
+        own = seeds[line.first : line.first + len(line.bound)]
+        specialisations = {one.specialisation.number: one.specialisation for one in line.bound}.values()
         captured = {name: value for one in specialisations for name, value in one.read_captured().items()}
+        parameters, sharded = self.state.parameters(), line.prepared.sharded
+        shards: Mapping[str, torch.Tensor] = {}
+        if sharded and self.virtual:
+            shards = {n: padded_rows(each, parameters[n].detach(), line.data_rank) for n, each in sharded.items()}
+        elif sharded:
+            shards = self.state.shards()
         return StepInputs(
-            microbatches=[one.inputs(seed) for one, seed in zip(bound, seeds, strict=True)],
-            parameters=self.state.parameters(),
+            microbatches=[one.inputs(seed) for one, seed in zip(line.bound, own, strict=True)],
+            parameters={name: value for name, value in parameters.items() if name not in sharded},
             buffers=self.state.buffers(),
             captured=captured,
             denominators=counts.denominators,
-            loss_scale=self._scale(prepared, loss_scale),
+            loss_scale=self._scale(line.prepared, loss_scale),
+            shards=shards,
         )
 
     def _scale(self, prepared: Prepared, loss_scale: float) -> torch.Tensor | None:
@@ -201,105 +251,83 @@ class Engine:
                     return self._scales[key]
         return None
 
-    def _finish(
-        self, bound: Sequence[Bound], prepared: Prepared, counts: Counts, results: Sequence[RankResult], outputs: str
-    ) -> Ran:
-        vector = sum(
-            prepared.closing.pack(result.records, program.stages)
-            for result, program in zip(results, prepared.programs.ranks, strict=True)
-        )
-        collectives = 0
-        if self.layout.closing is not None and not self.virtual:
-            dist.all_reduce(vector, group=self.layout.closing)
-            collectives += 1
-        closed = prepared.closing.close(vector, counts.denominators)  # type: ignore[arg-type]
-        kept = None
-        if outputs != "none":
-            group = None if self.virtual or outputs == "local" else self.layout.closing
-            kept, sent = collect_outputs(
-                prepared.partitioned, [one.sizes for one in bound], results, self.layout, group
-            )
+    def _finish(self, step: BoundStep, counts: Counts, results: Sequence[RankResult], collectives: int) -> Ran:
+        left = iter(results)
+        by_line = [[next(left) for _ in line.prepared.executors] for line in step.lines]
+        closed, used = self._close(step, by_line, counts)
+        collectives += used + sum(result.collectives for result in results)
+        kept: list[Any] = []
+        for line, own in zip(step.lines, by_line, strict=True) if step.options.keeps else ():
+            group = None if self.virtual or step.options.outputs == "local" else self.layout.closing
+            sizes = [one.sizes for one in line.bound]
+            outputs, sent = collect_outputs(line.prepared.partitioned, sizes, own, self.layout, group)
+            kept += outputs
             collectives += sent
-        gradients: dict[str, torch.Tensor] = {}
         buffers: dict[str, torch.Tensor] = {}
         for result in results:
-            for own in result.gradients.values():
-                gradients = {**own, **gradients}  # shared ones are equal on all their stages
             buffers |= result.buffers
+        first = closed[0]
+        result = StepResult(
+            first.loss,
+            first.losses,
+            counts.tokens,
+            first.metrics,
+            tuple(share for one in closed for share in one.microbatch_losses),
+            tuple(kept) if step.options.keeps else None,
+        )
         return Ran(
-            StepResult(closed.loss, closed.losses, counts.tokens, closed.metrics, closed.microbatch_losses, kept),
-            gradients,
+            result,
+            _gradients(step.lines, by_line),
             buffers,
             sum(result.messages for result in results),
             sum(result.bytes_sent for result in results),
             collectives,
         )
 
+    def _close(
+        self, step: BoundStep, by_line: Sequence[Sequence[RankResult]], counts: Counts
+    ) -> tuple[list[Closed], int]:
+        """Losses and metrics of each pipeline in this process, and the number of collectives used."""
+        vectors: list[Any] = [
+            sum(
+                line.prepared.closing.pack(result.records, program.stages)
+                for result, program in zip(results, line.prepared.programs.ranks, strict=True)
+            )
+            for line, results in zip(step.lines, by_line, strict=True)
+        ]
+        closing, *others = [line.prepared.closing for line in step.lines]
+        if self.virtual:
+            return closing.close_together(others, vectors, counts.denominators), 0
+        used = 0
+        if self.layout.closing is not None:
+            dist.all_reduce(vectors[0], group=self.layout.closing)
+            used += 1
+        data = None
+        if self.layout.data is not None:
 
-def bind(
-    dispatcher: Dispatcher,
-    engine: Engine,
-    microbatches: Iterable[Any],
-    *,
-    training: bool = True,
-    outputs: str = "none",
-    loss_scale: float = 1.0,
-) -> list[Bound]:
-    """Select specialisations and prepare them; again as long as compiling adds conditions that a microbatch breaks.
+            def reduce(operation: Any) -> Any:
+                def over_data_ranks(vector: torch.Tensor) -> None:
+                    nonlocal used
+                    dist.all_reduce(vector, operation, group=self.layout.data)
+                    used += 1
 
-    What cannot be bound leaves no specialisation behind, on any rank.
-    """
-    if engine.broken is not None:
-        raise StepError(
-            "this step is unusable: an earlier one failed while messages were under way",
-            where=f"rank {engine.layout.rank}",
-            got=engine.broken,
-            do="gradients and buffers are as before that step; start the processes again to go on",
-        )
-    batches: list[Any] | None = None
-    for _ in range(engine.compiler.plan.max_programs + 1):
-        before, told = len(engine.compiler.specialisations), False
-        try:
-            batches = as_microbatches(microbatches) if batches is None else batches
-            bound = dispatcher.select(batches, training)
-            told = True
-            engine.agreement.compare_step(*_facts(bound, training, outputs, loss_scale))
-        except Exception as error:
-            dispatcher.forget(before)
-            if not told:
-                engine.agreement.compare_step(0, failure=error)
-            raise
-        if dispatcher.state is not engine.followed:  # the model was read anew: modules may have been replaced
-            engine.state.refresh()
-            engine.followed = dispatcher.state
-        _, is_new = engine.prepare([one.specialisation for one in bound], outputs != "none")
-        if not is_new or all(one.specialisation.joint.sizes.accepts(one.sizes, one.leaves) for one in bound):
-            return bound
-    raise StepError("compiling keeps adding conditions that the microbatches do not meet")
+                return over_data_ranks
+
+            first = self.layout.data_rank == 0
+            data = DataRanks(reduce(dist.ReduceOp.SUM), reduce(dist.ReduceOp.MAX), first)
+        closed = closing.close(vectors[0], counts.denominators, data)
+        return [closed], used
 
 
-def _facts(bound: Sequence[Bound], training: bool, outputs: str, loss_scale: float) -> tuple[Hashable, str]:
-    """What all ranks of a pipeline must have in common in a step: as numbers, and in words."""
-    each = tuple((one.specialisation.number, *one.sizes.values()) for one in bound)
-    lines = [
-        f"{'a training' if training else 'an evaluation'} step of {len(bound)} microbatches",
-        f"outputs={outputs!r}, loss_scale={loss_scale}",
-        *(f"microbatch {i}: specialisation {n}, sizes {sizes}" for i, (n, *sizes) in enumerate(each)),
-    ]
-    kinds = ("none", "local", "all")
-    return (training, kinds.index(outputs), loss_scale, each), "\n".join(lines)
-
-
-def _wire_text(prepared: Prepared) -> str:
-    """What goes over the wire in a step, as text: the schedule, and each boundary's values."""
-    lines = [prepared.programs.schedule.text()]
-    for number, cut in enumerate({id(one): one for one in prepared.partitioned}.values()):
-        for boundary in (*cut.forward_boundaries.values(), *cut.backward_boundaries.values()):
-            for value in boundary.values:
-                shape = ", ".join(map(str, value.shape))
-                lines.append(
-                    f"specialisation {number}: {boundary.source}>{boundary.target} {value.name} {value.dtype} [{shape}]"
-                )
-        lines += [f"losses {cut.joint.losses}", f"metrics {cut.joint.metrics}"]
-        lines += [f"parameter {name}: stages {stages}" for name, stages in cut.parameter_stages.items()]
-    return "\n".join(lines)
+def _gradients(lines: Sequence[Line], by_line: Sequence[Sequence[RankResult]]) -> dict[str, torch.Tensor]:
+    """By name, as the first pipeline of this process has them; what virtual data ranks hold rows of is put together."""
+    each: list[dict[str, torch.Tensor]] = []
+    for results in by_line:
+        gradients: dict[str, torch.Tensor] = {}
+        for result in results:
+            for own in result.gradients.values():
+                gradients = {**own, **gradients}  # shared ones are equal on all their stages
+        each.append(gradients)
+    sharded = lines[0].prepared.sharded if len(lines) > 1 else {}
+    joined = {name: join_rows(of, [one[name] for one in each]) for name, of in sharded.items() if name in each[0]}
+    return each[0] | joined

@@ -30,6 +30,9 @@ class Plan:
     split: names of the modules that begin stages 1, 2, ... in order of execution; None: a balanced cut.
     parameters: "replicate" or "shard" (over `dp`).
     backend: "inductor", or "eager" (the same graphs, run operation by operation, bitwise as eager PyTorch).
+    regather: with parameters="shard": gather parameters anew for every action and free them behind it, instead of once
+        a step.
+    bucket_bytes: collectives over `dp` are joined up to this many bytes.
     accumulate_dtype: dtype in which gradients accumulate; None: the parameter's own.
     max_programs: most specialisations kept before a step refuses to make another.
     deadline: seconds to wait for another rank before giving up.
@@ -45,6 +48,8 @@ class Plan:
     split: Sequence[str] | None = None
     parameters: Literal["replicate", "shard"] = "replicate"
     backend: Literal["inductor", "eager"] = "inductor"
+    regather: bool = False
+    bucket_bytes: int = 25 * 2**20
     accumulate_dtype: torch.dtype | None = None
     max_programs: int = 8
     deadline: float = 1800.0
@@ -66,6 +71,13 @@ class Plan:
         _one_of("parameters", self.parameters, PARAMETERS)
         _one_of("check", self.check, CHECKS)
         _whole("max_programs", self.max_programs, 1)
+        _whole("bucket_bytes", self.bucket_bytes, 1)
+        if self.regather and self.parameters != "shard":
+            raise PlanError(
+                "Plan(regather=True) gathers sharded parameters, and this plan shards none",
+                expected="parameters='shard'",
+                got=f"parameters={self.parameters!r}",
+            )
         if self.stages is not None:
             _whole("stages", self.stages, 1)
             if self.split is not None and len(self.split) + 1 != self.stages:

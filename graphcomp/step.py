@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from graphcomp.compiler import GraphCompiler, Specialisation
-from graphcomp.dispatch import Bound, Dispatcher
-from graphcomp.engine import Engine, Prepared, bind
+from graphcomp.dispatch import Dispatcher
+from graphcomp.engine import BoundStep, Engine, Options
 from graphcomp.errors import PlanError, StepError
 from graphcomp.plan import Plan
+from graphcomp.prepare import Prepared
 from graphcomp.runtime.layout import Layout, check_layout, make_layout
 from graphcomp.runtime.result import StepResult
 
@@ -45,8 +46,9 @@ class CompiledStep:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, plan: Plan, layout: Layout) -> None:
         self.model, self.plan, self.layout = model, plan, layout
-        rank = layout.rank if layout.stages > 1 else None
-        self.compiler = GraphCompiler(model, loss_fn, plan, rank=rank)
+        alone = layout.stages == layout.data_ranks == 1
+        self.rank = None if alone else layout.data_rank * layout.stages + layout.rank
+        self.compiler = GraphCompiler(model, loss_fn, plan, rank=self.rank, data_ranks=layout.data_ranks)
         self.stats = Stats()
         self._dispatcher = Dispatcher(self.compiler, layout.device)
         self._engine = Engine(self.compiler, layout)
@@ -55,16 +57,23 @@ class CompiledStep:
 
     def compile(self, example: Any) -> None:
         """Capture and compile for microbatches like `example`, without running a step. All ranks must call it."""
-        self._bind([example], training=True)
+        self._bind([example], Options())
 
     def __call__(
-        self, microbatches: Iterable[Any], outputs: Outputs = "none", *, loss_scale: float = 1.0
+        self,
+        microbatches: Iterable[Any],
+        outputs: Outputs = "none",
+        *,
+        loss_scale: float = 1.0,
+        tokens: Mapping[str, Any] | None = None,
     ) -> StepResult:
         """One step: forward, loss and backward of every microbatch; gradients are added to `.grad` at the end.
 
         microbatches: a list or iterator of batches, of any lengths, any number from 1.
         outputs: "none"; "local": the model's outputs on the ranks that computed them; "all": on every rank.
         loss_scale: multiplies the gradients, exactly; the reported losses stay as they are.
+        tokens: what to divide by, by loss name, in the place of this step's own counts: several calls that share the
+            counts of all their microbatches (`step.count`) add up to one step over them.
 
         Nothing is changed if it raises. Raises BatchError, GuardError, CaptureError, StepError, and whatever the
         model's own code raises while it is traced.
@@ -74,12 +83,20 @@ class CompiledStep:
                 "a training step was called under no_grad",
                 do="call step.evaluate(microbatches) to evaluate, or leave the no_grad block",
             )
-        return self._run(microbatches, outputs, loss_scale, training=True)
+        return self._run(microbatches, Options(True, outputs, loss_scale), tokens)
+
+    def count(self, microbatches: Iterable[Any]) -> dict[str, torch.Tensor]:
+        """What a step over these microbatches divides each loss by: its tokens, over all data ranks.
+
+        For a mean loss: the number of microbatches. 0-dim tensors by loss name, lazy. All ranks must call it.
+        """
+        counts, _ = self._engine.count(self._bind(microbatches, Options()))
+        return dict(counts.tokens)
 
     def evaluate(self, microbatches: Iterable[Any], outputs: Outputs = "none") -> StepResult:
         """Forward and loss only, in eval mode; changes neither gradients, nor buffers, nor the model's modes."""
         with evaluation_mode(self.model):
-            return self._run(microbatches, outputs, 1.0, training=False)
+            return self._run(microbatches, Options(False, outputs), None)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The user's own parameters that this rank owns, by original name, in the model's order.
@@ -96,13 +113,13 @@ class CompiledStep:
         return (parameter for _, parameter in self.named_parameters())
 
     def counted_parameters(self) -> Iterator[nn.Parameter]:
-        """The owned parameters without those that a lower stage holds too: each logical one on exactly one rank."""
+        """The owned parameters without those that a lower stage holds too: each logical one on exactly one stage."""
         if self.layout.stages == 1:
             yield from self.parameters()
             return
-        users = self._compiled().partitioned[-1].parameter_stages
-        rank = self.layout.rank
-        yield from (parameter for name, parameter in self.named_parameters() if users[name][0] == rank)
+        self._compiled()
+        homes, rank = self.compiler.homes, self.layout.rank
+        yield from (parameter for name, parameter in self.named_parameters() if homes[name][0] == rank)
 
     def explain(self) -> str:
         """The plan as text: stages, boundaries, parameters, FLOPs, bytes, schedule, bubble and peak memory."""
@@ -119,36 +136,31 @@ class CompiledStep:
         from graphcomp.inspect import dump_step
 
         prepared = self._compiled()
-        if self.layout.stages > 1:
-            folder = Path(folder) / f"rank_{self.layout.rank}"
+        if self.rank is not None:
+            folder = Path(folder) / f"rank_{self.rank}"
         return dump_step(folder, self.compiler, prepared.programs, self.explain())
 
-    def _run(self, microbatches: Iterable[Any], outputs: str, loss_scale: float, *, training: bool) -> StepResult:
-        if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)) or not math.isfinite(loss_scale):
-            raise PlanError(
-                "loss_scale is a finite number", got=repr(loss_scale), do="read a tensor with float() first"
-            )
-        if outputs not in _OUTPUTS:
-            raise PlanError(f"unknown outputs={outputs!r}", expected=", ".join(map(repr, _OUTPUTS)))
-        bound = self._bind(microbatches, outputs, loss_scale, training=training)
-        ran = self._engine.run(bound, outputs, loss_scale)
-        if training:
+    def _run(self, microbatches: Iterable[Any], options: Options, tokens: Mapping[str, Any] | None) -> StepResult:
+        scale = options.loss_scale
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+            raise PlanError("loss_scale is a finite number", got=repr(scale), do="read a tensor with float() first")
+        if options.outputs not in _OUTPUTS:
+            raise PlanError(f"unknown outputs={options.outputs!r}", expected=", ".join(map(repr, _OUTPUTS)))
+        ran = self._engine.run(self._bind(microbatches, options), tokens)
+        if options.training:
             self._engine.state.commit(ran.gradients, ran.buffers)
         stats = self.stats
-        stats.steps += training
+        stats.steps += options.training
         stats.messages, stats.bytes_sent, stats.collectives = ran.messages, ran.bytes_sent, ran.collectives
         return ran.result
 
-    def _bind(
-        self, microbatches: Iterable[Any], outputs: str = "none", loss_scale: float = 1.0, *, training: bool
-    ) -> list[Bound]:
-        bound = bind(
-            self._dispatcher, self._engine, microbatches, training=training, outputs=outputs, loss_scale=loss_scale
-        )
+    def _bind(self, microbatches: Iterable[Any], options: Options) -> BoundStep:
+        bound = self._engine.bind(self._dispatcher, [microbatches], options)
         self.stats.traces, self.stats.programs = self.compiler.traces, self.compiler.backend.programs
-        if training:
-            self.latest = [one.specialisation for one in bound]
-            self._prepared, _ = self._engine.prepare(self.latest, outputs != "none")
+        if options.training:
+            line = bound.lines[0]
+            self.latest = [one.specialisation for one in line.bound]
+            self._prepared = line.prepared
         return bound
 
     def _compiled(self) -> Prepared:
@@ -159,9 +171,8 @@ class CompiledStep:
     def _owned(self) -> set[str] | None:
         if self.layout.stages == 1:
             return None
-        prepared = self._compiled()
-        stages = set(prepared.programs.ranks[0].stages)
-        return {name for name, users in prepared.partitioned[-1].parameter_stages.items() if stages & set(users)}
+        self._compiled()
+        return {name for name, stages in self.compiler.homes.items() if self.layout.rank in stages}
 
 
 def compile_train_step(

@@ -16,8 +16,8 @@ from graphcomp.errors import StepError
 from graphcomp.ir.signature import Loss, Metric, Output, Role
 from graphcomp.partition.stages import Partitioned
 from graphcomp.runtime.inputs import StepInputs, link_binds
-from graphcomp.runtime.instructions import Instruction, RankProgram, Run
-from graphcomp.runtime.link import Callables, Context, Operation, State, link
+from graphcomp.runtime.instructions import Instruction, RankProgram, Reduce, Run, Unshard
+from graphcomp.runtime.link import Callables, Context, Operation, State, StepCalls, link
 from graphcomp.runtime.transport import Transport
 
 
@@ -35,6 +35,7 @@ class RankResult:
     records: Sequence[tuple[tuple[int, Role], torch.Tensor]] = field(repr=False)
     messages: int
     bytes_sent: int
+    collectives: int = 0
 
     def recorded(self, kind: type[Loss] | type[Metric] | type[Output]) -> list[dict[str, torch.Tensor]]:
         """One dictionary a microbatch: losses or metrics by name, outputs by path."""
@@ -51,7 +52,8 @@ class RankExecutor:
     specialisations: as `lower` numbers them. callables: by (specialisation, stage, kind); called with one
     list, the inputs of that program in order, they return its outputs in order. What is in that list for
     the last time is in no other place of the runtime: it lives as long as the callee keeps it.
-    accumulate_dtype: of the accumulated gradients; None: as they come.
+    accumulate_dtype: of the accumulated gradients; None: as they come. step_calls: the step programs that talk to the
+    other data ranks.
     """
 
     def __init__(
@@ -62,9 +64,18 @@ class RankExecutor:
         transport: Transport,
         device: torch.device | str = "cpu",
         accumulate_dtype: torch.dtype | None = None,
+        step_calls: StepCalls | None = None,
     ) -> None:
         self.program, self.transport = program, transport
-        context = Context(program, tuple(specialisations), callables, transport, torch.device(device), accumulate_dtype)
+        calls = step_calls or {}
+        context = Context(
+            program, tuple(specialisations), callables, transport, torch.device(device), accumulate_dtype, calls
+        )
+        self.collectives = sum(
+            calls["unshard" if isinstance(step, Unshard) else "reduce", step.stage].collectives
+            for step in program.instructions
+            if isinstance(step, Unshard | Reduce)
+        )
         self._operations: list[Operation] = [link(instruction, context) for instruction in program.instructions]
         self._fill = link_binds(program, context.specialisations)
         self._state: State | None = None
@@ -151,6 +162,7 @@ class RankExecutor:
             records=list(zip(self.program.records, state.records, strict=True)),
             messages=self.transport.messages,
             bytes_sent=self.transport.bytes_sent,
+            collectives=self.collectives,
         )
 
     def _running(self) -> State:

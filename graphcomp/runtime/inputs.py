@@ -18,6 +18,7 @@ from graphcomp.ir.signature import (
     Param,
     Role,
     Seed,
+    Shard,
     Size,
 )
 from graphcomp.partition.stages import Partitioned
@@ -38,7 +39,8 @@ class MicrobatchInputs:
 class StepInputs:
     """All inputs of one step. Only those that a rank's programs name are read.
 
-    parameters, buffers, captured: by name. denominators: 0-dim, by loss name. loss_scale: 0-dim.
+    parameters, buffers, captured: by name. denominators: 0-dim, by loss name. loss_scale: 0-dim. shards: the padded
+    rows that this rank holds of sharded parameters, by name.
     """
 
     microbatches: Sequence[MicrobatchInputs]
@@ -47,6 +49,7 @@ class StepInputs:
     captured: Mapping[str, torch.Tensor] = field(default_factory=dict)
     denominators: Mapping[str, torch.Tensor] = field(default_factory=dict)
     loss_scale: torch.Tensor | None = None
+    shards: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def link_binds(program: RankProgram, specialisations: Sequence[Partitioned]) -> Callable[[State, StepInputs], None]:
@@ -62,6 +65,8 @@ def link_binds(program: RankProgram, specialisations: Sequence[Partitioned]) -> 
         match bind.role:
             case Param(name):
                 shared.append((bind.register, "parameters", name))
+            case Shard(name):
+                shared.append((bind.register, "shards", name))
             case Buffer(name):
                 shared.append((bind.register, "buffers", name))
             case Captured(name):

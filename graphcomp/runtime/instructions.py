@@ -178,6 +178,34 @@ class ReplaceGradient:
 
 
 @dataclass(frozen=True)
+class Unshard:
+    """Gather a stage's sharded parameters from the data ranks. arguments: their shards; results: whole parameters, in
+    the order of the stage's unshard program; None: not used here, but gathered all the same, as all data ranks must.
+    """
+
+    stage: int
+    arguments: tuple[int, ...]
+    results: tuple[int | None, ...]
+
+    def __str__(self) -> str:
+        return f"{_names(self.results)} = unshard stage {self.stage} ({_names(self.arguments)})"
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Sum a stage's accumulated gradients over the data ranks, each in its place.
+
+    gradients: accumulators, in the order of the stage's reduce program; one that this rank has nothing in counts zero.
+    """
+
+    stage: int
+    gradients: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"reduce stage {self.stage} ({', '.join(f'g{slot}' for slot in self.gradients)})"
+
+
+@dataclass(frozen=True)
 class UpdateBuffer:
     """What a buffer holds after the step. The caller commits it once the whole step has succeeded."""
 
@@ -224,6 +252,8 @@ Instruction = (
     | Accumulate
     | SendGradient
     | ReplaceGradient
+    | Unshard
+    | Reduce
     | UpdateBuffer
     | Record
     | Free

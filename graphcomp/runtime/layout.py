@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from graphcomp.errors import PlanError
 from graphcomp.plan import Plan
@@ -15,10 +17,12 @@ from graphcomp.plan import Plan
 
 @dataclass(frozen=True)
 class Layout:
-    """rank: in the pipeline. ranks: the global rank of each pipeline rank.
+    """rank: in the pipeline. ranks: the global rank of each pipeline rank. data_rank: of `data_ranks` pipelines.
 
-    down, up: groups for activations and for gradients. closing: for the closing exchange. side: gloo, for
-    host-side agreement. All None for one stage.
+    down, up: groups for activations and for gradients. closing: of the pipeline, for the closing exchange. data: the
+    ranks that hold the same stage in every pipeline. data_mesh: the same as a mesh axis. side: gloo, all ranks of all
+    pipelines, for host-side agreement. None where there is nobody to talk to.
+    lines: for every pipeline, in order of data ranks, its members' places in `side`.
     """
 
     rank: int
@@ -28,6 +32,11 @@ class Layout:
     up: dist.ProcessGroup | None = None
     closing: dist.ProcessGroup | None = None
     side: dist.ProcessGroup | None = None
+    data: dist.ProcessGroup | None = None
+    data_mesh: DeviceMesh | None = None
+    data_rank: int = 0
+    data_ranks: int = 1
+    lines: tuple[tuple[int, ...], ...] = ()
 
     @property
     def stages(self) -> int:
@@ -36,8 +45,6 @@ class Layout:
 
 def check_layout(plan: Plan) -> None:
     """Raise PlanError for a plan that this process cannot take part in. Without any effect."""
-    if plan.parameters == "shard":
-        raise PlanError("parameters='shard' is not supported yet", do="use parameters='replicate'; see docs/limits.md")
     if plan.check is not None:
         raise PlanError(f"check={plan.check!r} is not supported yet", do="leave it out; see docs/limits.md")
     if plan.mesh is None:
@@ -48,7 +55,7 @@ def check_layout(plan: Plan) -> None:
                 do='init_device_mesh(..., mesh_dim_names=("pp",)) under torchrun; or try it with testing.run_virtual',
             )
         return
-    for axis in ("dp", "tp", "cp"):
+    for axis in ("tp", "cp"):
         if plan.axis(axis) > 1:
             raise PlanError(
                 f"the mesh's axis '{axis}' is larger than 1, which is not supported yet",
@@ -62,6 +69,12 @@ def check_layout(plan: Plan) -> None:
             expected=f"{plan.mesh.size()} processes, as the mesh has ranks",
             got="no default process group",
             do="start the processes with torchrun and call init_process_group",
+        )
+    if any(list(line) != sorted(line) for line in (*pipelines(plan.mesh), *zip(*pipelines(plan.mesh), strict=True))):
+        raise PlanError(
+            "the ranks along an axis of the mesh are not in ascending order",
+            expected="a mesh as init_device_mesh makes it",
+            got=plan.mesh.mesh.tolist(),
         )
     if plan.mesh.size() != dist.get_world_size():
         raise PlanError(
@@ -82,17 +95,49 @@ def make_layout(plan: Plan, model: nn.Module) -> Layout:
     device = torch.device(mesh.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.get_device_module(device).current_device())
-    names = mesh.mesh_dim_names or ()
-    if "pp" not in names:
+    if mesh.size() == 1:
         return Layout(0, (dist.get_rank(),), device)
-    lines = mesh.mesh.movedim(names.index("pp"), -1).reshape(-1, plan.axis("pp")).tolist()
-    limit = timedelta(seconds=plan.deadline)
-    own: Layout | None = None
-    for line in lines:  # every rank takes part in making every group
-        down, up, closing = (dist.new_group(line, timeout=limit) for _ in range(3))
-        side = dist.new_group(line, timeout=limit, backend="gloo")
-        if dist.get_rank() in line:
-            own = Layout(line.index(dist.get_rank()), tuple(line), device, down, up, closing, side)
-    if own is None:
-        raise PlanError("this process is not in the mesh", got=f"rank {dist.get_rank()}")
+    lines = pipelines(mesh)
+    limit, me = timedelta(seconds=plan.deadline), dist.get_rank()
+    data_rank = next(i for i, line in enumerate(lines) if me in line)
+    rank = lines[data_rank].index(me)
+    down, up, closing = (_own_group(lines, limit) for _ in range(3))
+    data = _own_group([list(members) for members in zip(*lines, strict=True)], limit)
+    everyone = sorted(member for line in lines for member in line)
+    side = dist.new_group(everyone, timeout=limit, backend="gloo")
+    return Layout(
+        rank=rank,
+        ranks=tuple(lines[data_rank]),
+        device=device,
+        down=down,
+        up=up,
+        closing=closing,
+        side=side,
+        data=data,
+        data_mesh=mesh["dp"] if len(lines) > 1 else None,
+        data_rank=data_rank,
+        data_ranks=len(lines),
+        lines=tuple(tuple(map(everyone.index, line)) for line in lines),
+    )
+
+
+def pipelines(mesh: DeviceMesh) -> list[list[int]]:
+    """The global ranks of every pipeline, in order of data ranks."""
+    names = list(mesh.mesh_dim_names or ())
+    grid = mesh.mesh
+    for axis in ("pp", "dp"):  # the last two dimensions become dp, pp
+        if axis not in names:
+            grid, names = grid.unsqueeze(0), [axis, *names]
+    rest = [i for i, name in enumerate(names) if name not in ("dp", "pp")]
+    grid = grid.permute(*rest, names.index("dp"), names.index("pp"))
+    return grid.reshape(-1, grid.shape[-1]).tolist()
+
+
+def _own_group(parts: Sequence[Sequence[int]], limit: timedelta) -> dist.ProcessGroup | None:
+    """This rank's one of these disjoint groups; None if it is alone in it. Every rank takes part in making each."""
+    own: dist.ProcessGroup | None = None
+    for part in parts:
+        if len(part) > 1:
+            group = dist.new_group(list(part), timeout=limit)
+            own = group if dist.get_rank() in part else own
     return own

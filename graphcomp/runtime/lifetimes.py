@@ -13,6 +13,7 @@ from graphcomp.runtime.instructions import (
     ReplaceGradient,
     Run,
     Send,
+    Unshard,
     UpdateBuffer,
     WaitReceive,
 )
@@ -21,7 +22,7 @@ from graphcomp.runtime.instructions import (
 def uses(instruction: Instruction) -> tuple[int, ...]:
     """The registers an instruction reads."""
     match instruction:
-        case Run() | Send():
+        case Run() | Send() | Unshard():
             return instruction.arguments
         case Accumulate():
             return tuple(register for _, register in instruction.first + instruction.items)
@@ -49,7 +50,7 @@ def with_frees(
             for register in dict.fromkeys(uses(instruction))
             if last[register] == place and register not in lasting
         )
-        if isinstance(instruction, Run | WaitReceive):
+        if isinstance(instruction, Run | WaitReceive | Unshard):
             read = tuple(register if register in last else None for register in instruction.results)
             instruction = replace(instruction, results=read)
         if isinstance(instruction, Run):

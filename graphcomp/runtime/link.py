@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -27,11 +27,13 @@ from graphcomp.runtime.instructions import (
     PostReceive,
     RankProgram,
     Record,
+    Reduce,
     ReplaceGradient,
     Run,
     RunKind,
     Send,
     SendGradient,
+    Unshard,
     UpdateBuffer,
     WaitReceive,
 )
@@ -41,7 +43,8 @@ from graphcomp.runtime.transport import Transport, describe
 @dataclass(slots=True)
 class State:
     """All that changes during a step. slots: messages under way. pending: slots of unfinished sends, oldest
-    first. shared: the registers of the last adopting call whose memory is not theirs alone.
+    first. shared: the registers of the last adopting call whose memory is not theirs alone. entered: the current
+    instruction has handed over its inputs, and waits.
     """
 
     registers: list[Any]
@@ -53,13 +56,31 @@ class State:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     pending: deque[int] = field(default_factory=deque)
     shared: frozenset[int | None] = frozenset()
+    entered: bool = False
 
 
 Callables = Mapping[tuple[int, int, RunKind], Callable[[list[Any]], Sequence[Any]]]
 """By (specialisation, stage, kind): a stage program as a function of one list, which it empties."""
 
+
+@dataclass(frozen=True)
+class StepCall:
+    """A step program of a stage, made callable. inputs: shape and dtype of each.
+
+    call: of one list, which it takes over and empties; None while other virtual ranks have still to come to it: then
+    it is called again, with an empty list. collectives: how many it issues.
+    """
+
+    call: Callable[[list[Any]], Sequence[Any] | None]
+    inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    collectives: int
+
+
+StepCalls = Mapping[tuple[Literal["unshard", "reduce"], int], StepCall]
+"""By (kind, stage)."""
+
 Operation = Callable[[State], object]
-"""Returns something true only if it could not be done yet, and nothing was changed."""
+"""Returns something true only if it could not be done yet; then it is called again, as often as needed."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +93,7 @@ class Context:
     transport: Transport
     device: torch.device
     accumulate_dtype: torch.dtype | None
+    step_calls: StepCalls = field(default_factory=dict)
     shapes: dict[int, tuple[list[str], list[Callable[..., tuple[int, ...]]]]] = field(default_factory=dict)
 
 
@@ -95,6 +117,10 @@ def link(instruction: Instruction, context: Context) -> Operation:
             return _accumulate(instruction, context)
         case ReplaceGradient(gradient, register):
             return lambda state: state.gradients.__setitem__(gradient, state.registers[register])
+        case Unshard():
+            return _unshard(instruction, context)
+        case Reduce():
+            return _reduce(instruction, context)
         case UpdateBuffer(_, name, register):
             return lambda state: state.buffers.__setitem__(name, state.registers[register])
         case Record():
@@ -283,6 +309,45 @@ def _accumulate(accumulate: Accumulate, context: Context) -> Operation:
         for slot, register, name in first:
             alone = register not in state.shared
             gradients[slot] = adopt(registers[register], alone, state.parameters.get(name), dtype)
+
+    return operation
+
+
+def _unshard(unshard: Unshard, context: Context) -> Operation:
+    call, arguments = context.step_calls["unshard", unshard.stage].call, unshard.arguments
+    keep = [(register, place) for place, register in enumerate(unshard.results) if register is not None]
+
+    def operation(state: State) -> bool:
+        box = [] if state.entered else [state.registers[register] for register in arguments]
+        results = call(box)
+        state.entered = results is None
+        if results is None:
+            return True
+        for register, place in keep:
+            state.registers[register] = results[place]
+        return False
+
+    return operation
+
+
+def _reduce(reduce: Reduce, context: Context) -> Operation:
+    step_call, slots, device = context.step_calls["reduce", reduce.stage], reduce.gradients, context.device
+
+    def take(gradients: list[Any]) -> list[Any]:
+        box = []
+        for slot, (shape, dtype) in zip(slots, step_call.inputs, strict=True):
+            gradient, gradients[slot] = gradients[slot], None  # so that it is freed once it is packed
+            box.append(torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient)
+        return box
+
+    def operation(state: State) -> bool:
+        results = step_call.call([] if state.entered else take(state.gradients))
+        state.entered = results is None
+        if results is None:
+            return True
+        for slot, result in zip(slots, results, strict=True):
+            state.gradients[slot] = result
+        return False
 
     return operation
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from graphcomp.dataparallel.step import DataParallel
 from graphcomp.errors import ScheduleError, VerifyError
 from graphcomp.ir.program import Program
 from graphcomp.ir.signature import (
@@ -17,9 +18,11 @@ from graphcomp.ir.signature import (
     Loss,
     Metric,
     Output,
+    Param,
     Role,
     Saved,
     Seed,
+    Shard,
     Size,
 )
 from graphcomp.partition.stages import Boundary, Partitioned
@@ -33,15 +36,17 @@ from graphcomp.runtime.instructions import (
     PostReceive,
     RankProgram,
     Record,
+    Reduce,
     Run,
     RunKind,
     Send,
+    Unshard,
     UpdateBuffer,
     WaitReceive,
 )
 from graphcomp.runtime.lifetimes import with_frees
 from graphcomp.runtime.order import Do, arrange, arrivals
-from graphcomp.runtime.reduce_shared import SharedGradient, shared_gradients, shared_instructions
+from graphcomp.runtime.reduce_shared import SharedLowering, shared_gradients
 from graphcomp.schedule.actions import Action, Kind
 from graphcomp.schedule.schedule import Schedule
 
@@ -54,11 +59,18 @@ def distinct(specialisations: Sequence[Partitioned]) -> tuple[Partitioned, ...]:
     return tuple({id(one): one for one in specialisations}.values())
 
 
-def lower(specialisations: Sequence[Partitioned], schedule: Schedule, rank: int, outputs: bool = False) -> RankProgram:
+def lower(
+    specialisations: Sequence[Partitioned],
+    schedule: Schedule,
+    rank: int,
+    outputs: bool = False,
+    data: DataParallel | None = None,
+) -> RankProgram:
     """The rank program of `rank` (with one stage a rank: of the stage of that number).
 
     specialisations: one a microbatch. schedule: with its transfers, and with whatever is to be fused, fused.
-    outputs: keep the model's own outputs. Raises ScheduleError if the two do not belong together.
+    outputs: keep the model's own outputs. data: what to do over data ranks, if there are several. Raises
+    ScheduleError if schedule and specialisations do not belong together.
     """
     stages = {len(one.stages) for one in specialisations} or {schedule.stages}
     if len(specialisations) != schedule.microbatches or stages != {schedule.stages}:
@@ -72,7 +84,7 @@ def lower(specialisations: Sequence[Partitioned], schedule: Schedule, rank: int,
         raise ScheduleError(
             "the schedule has no transfers yet", where=f"schedule {schedule.name!r}", do="use with_transfers"
         )
-    return _Lowering(tuple(specialisations), schedule, rank, outputs).program()
+    return _Lowering(tuple(specialisations), schedule, rank, outputs, data).program()
 
 
 @dataclass
@@ -81,6 +93,7 @@ class _Lowering:
     schedule: Schedule
     rank: int
     outputs: bool
+    data: DataParallel | None
     registers: dict[_Key, int] = field(default_factory=dict)
     binds: list[Bind] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
@@ -97,6 +110,9 @@ class _Lowering:
 
     def program(self) -> RankProgram:
         self.numbers = {id(one): number for number, one in enumerate(distinct(self.specialisations))}
+        if self.data is not None and not self.data.regather:
+            for stage in self.schedule.stages_of(self.rank):
+                self.unshard(stage)
         proven = arrivals(self.schedule, self.rank, self.exists)
         for event in arrange(self.schedule.ranks[self.rank], self.exists):
             if event.do is not Do.SEND:
@@ -203,6 +219,8 @@ class _Lowering:
         stage, microbatch = action.stage, action.microbatch
         if action.kind is not Kind.B:
             self.before[stage, microbatch] = dict(self.buffers)
+        if self.data is not None and self.data.regather:
+            self.unshard(stage)
         arguments = tuple(self.argument(role, action) for role in program.inputs)
         results: list[int | None] = []
         first: list[tuple[int, int]] = []
@@ -247,9 +265,21 @@ class _Lowering:
             items = tuple((start + place, register) for place, (_, register) in enumerate(recorded))
             self.later.append(Record(microbatch, items, tuple(role for role, _ in recorded)))
 
+    def unshard(self, stage: int) -> None:
+        """Whole parameters from the shards; they live until their last use."""
+        names = self.data.gathered_on(stage) if self.data is not None else ()
+        if not names:
+            return
+        shards = tuple(self.bound((Shard(name),), Shard(name)) for name in names)
+        whole = tuple(self.new() for _ in names)
+        self.registers |= {(stage, Param(name)): register for name, register in zip(names, whole, strict=True)}
+        self.instructions.append(Unshard(stage, shards, whole))
+
     def argument(self, role: Role, action: Action) -> int:
         stage, microbatch = action.stage, action.microbatch
         match role:
+            case Param(name) if self.data is not None and name in self.data.sharded:
+                return self.known((stage, role), action, role)
             case Activation():
                 return self.known((microbatch, role), action, role)
             case Saved():
@@ -281,8 +311,19 @@ class _Lowering:
     def finish(self) -> None:
         for (stage, name), register in self.buffers.items():
             self.instructions.append(UpdateBuffer(stage, name, register))
-        shared: list[SharedGradient] = shared_gradients(self.specialisations, self.schedule)
+        shared = shared_gradients(self.specialisations, self.schedule, self.data)
+        lowering = SharedLowering(self.rank, self.schedule, self.gradients, self.new, self.slot)
         for one in shared:
-            self.instructions += shared_instructions(one, self.schedule, self.rank, self.gradients, self.new, self.slot)
+            self.instructions += lowering.gather_shares(one)
+        for stage in self.schedule.stages_of(self.rank) if self.data is not None else ():
+            self.reduce(stage)
+        for one in shared:
+            self.instructions += lowering.spread_sum(one)
         if any(isinstance(step, Send) for step in self.instructions) or any(one.crosses for one in shared):
             self.instructions.append(FinishSends())
+
+    def reduce(self, stage: int) -> None:
+        names = self.data.reduced_on(stage) if self.data is not None else ()
+        if names:
+            slots = tuple(self.gradients.setdefault((stage, name), len(self.gradients)) for name in names)
+            self.instructions.append(Reduce(stage, slots))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,30 +11,59 @@ from torch import nn
 
 from graphcomp.compiler import GraphCompiler
 from graphcomp.dispatch import Bound, Dispatcher
-from graphcomp.engine import Engine, Ran, bind
+from graphcomp.engine import Engine, Options, Ran
+from graphcomp.errors import BatchError
 from graphcomp.plan import Plan
 from graphcomp.runtime.layout import Layout, make_layout
 from graphcomp.runtime.result import StepResult
 
 
 class VirtualStep:
-    """The step of a plan with all its stages in this process; may be run any number of times."""
+    """The step of a plan with all its stages in this process; may be run any number of times.
+
+    data_ranks: how many pipelines, each with microbatches of its own.
+    """
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None = None, *, plan: Plan | None = None
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        *,
+        plan: Plan | None = None,
+        data_ranks: int = 1,
     ) -> None:
         plan = replace(plan or Plan(), mesh=None, stages=(plan or Plan()).stage_count)
-        self.model, self.plan = model, plan
-        self.compiler = GraphCompiler(model, loss_fn, plan)
+        self.model, self.plan, self.data_ranks = model, plan, data_ranks
+        self.compiler = GraphCompiler(model, loss_fn, plan, data_ranks=data_ranks)
         device = make_layout(plan, model).device
-        self._engine = Engine(self.compiler, Layout(0, tuple(range(plan.stage_count)), device), virtual=True)
+        layout = Layout(0, tuple(range(plan.stage_count)), device, data_ranks=data_ranks)
+        self._engine = Engine(self.compiler, layout, virtual=True)
         self._dispatcher = Dispatcher(self.compiler, device)
         self.latest: list[Bound] = []
 
-    def run(self, microbatches: Sequence[Any], outputs: str = "none", *, loss_scale: float = 1.0) -> Ran:
-        """One step. Buffers are written as a step does, `.grad` is not; gradients are in the result."""
-        self.latest = bind(self._dispatcher, self._engine, microbatches, outputs=outputs)
-        ran = self._engine.run(self.latest, outputs, loss_scale)
+    def run(
+        self,
+        microbatches: Sequence[Any],
+        outputs: str = "none",
+        *,
+        loss_scale: float = 1.0,
+        tokens: Mapping[str, Any] | None = None,
+    ) -> Ran:
+        """One step. Buffers are written as a step does, `.grad` is not; gradients are in the result, whole.
+
+        microbatches: with several data ranks, a list for each of them; outputs and the shares of the microbatches then
+        come in order of data ranks.
+        """
+        lines = [microbatches]
+        if self.data_ranks > 1:
+            lines = list(microbatches)
+            if len(lines) != self.data_ranks:
+                raise BatchError(
+                    "every data rank needs a list of microbatches", expected=self.data_ranks, got=f"{len(lines)} lists"
+                )
+        step = self._engine.bind(self._dispatcher, lines, Options(True, outputs, loss_scale))
+        self.latest = [one for line in step.lines for one in line.bound]
+        ran = self._engine.run(step, tokens)
         self._engine.state.commit({}, ran.buffers)
         return ran
 
@@ -46,12 +75,14 @@ def run_virtual(
     *,
     plan: Plan | None = None,
     outputs: str = "none",
+    data_ranks: int = 1,
 ) -> tuple[StepResult, dict[str, torch.Tensor | None]]:
     """One step of all stages of `plan` in this process, whatever `plan.stages`.
 
+    data_ranks: how many pipelines; more than one: `microbatches` is a list of lists, one for each.
     Returns the result and the gradients: every trainable parameter by name, None where eager has None. `.grad` is left
     alone; buffers of `model` are as after a step.
     """
-    ran = VirtualStep(model, loss_fn, plan=plan).run(microbatches, outputs)
+    ran = VirtualStep(model, loss_fn, plan=plan, data_ranks=data_ranks).run(microbatches, outputs)
     trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return ran.result, {name: ran.gradients.get(name) for name in trainable}

@@ -1,0 +1,67 @@
+"""What a step does over data ranks besides its pipeline: which parameters are gathered, which gradients reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from graphcomp.dataparallel.build import step_program
+from graphcomp.dataparallel.programs import reduce_program, unshard_program
+from graphcomp.dataparallel.spec import Shards, Spec
+from graphcomp.ir.program import Program
+from graphcomp.partition.stages import Carried
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """The same on all ranks of a job.
+
+    ranks: the number of data ranks. specs: every parameter, by name. homes: the stages that hold each of them.
+    sharded: those of which every data rank holds some rows. reduced: those that some data rank has a gradient for, in
+    this order. regather: gather parameters for every action instead of once a step.
+    """
+
+    ranks: int
+    specs: Mapping[str, Spec]
+    homes: Mapping[str, tuple[int, ...]]
+    sharded: Mapping[str, Shards]
+    reduced: tuple[str, ...]
+    regather: bool = False
+    bucket_bytes: int = 25 * 2**20
+    accumulate_dtype: torch.dtype | None = None
+
+    def gathered_on(self, stage: int) -> tuple[str, ...]:
+        """The sharded parameters that a stage holds, in the model's order."""
+        return tuple(name for name in self.sharded if stage in self.homes.get(name, ()))
+
+    def reduced_on(self, stage: int) -> tuple[str, ...]:
+        """The gradients that a stage reduces: of its parameters, but for those that a lower stage holds as well."""
+        names = [name for name in self.reduced if self.homes.get(name, (None,))[0] == stage]
+        return tuple(sorted(names, key=lambda name: name in self.sharded))  # replicated ones first
+
+    def unshard_program(self, stage: int) -> Program | None:
+        """Inputs Shard, outputs Param, in the order of `gathered_on`; None if there is nothing to gather."""
+        shards = [self.sharded[name] for name in self.gathered_on(stage)]
+        return step_program(unshard_program(stage, shards), self.bucket_bytes) if shards else None
+
+    def reduce_program(self, stage: int) -> Program | None:
+        """Inputs and outputs Grad, in the order of `reduced_on`; None if there is nothing to reduce."""
+        names = self.reduced_on(stage)
+        if not names:
+            return None
+        plain = [self.gradient(name) for name in names if name not in self.sharded]
+        rows = [replace(self.sharded[name], spec=self.gradient(name)) for name in names if name in self.sharded]
+        return step_program(reduce_program(stage, plain, rows, self.ranks), self.bucket_bytes)
+
+    def gradient(self, name: str) -> Spec:
+        """The accumulated gradient of a parameter."""
+        spec = self.specs[name]
+        return replace(spec, dtype=self.accumulate_dtype or spec.dtype)
+
+    def carried(self, name: str, reduced: bool = False) -> Carried:
+        """A gradient as a message between stages, before it is reduced or after."""
+        spec = self.gradient(name)
+        shape = self.sharded[name].padded if reduced and name in self.sharded else spec.shape
+        return Carried(name, spec.dtype, spec.device, tuple(shape))

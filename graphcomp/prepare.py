@@ -1,0 +1,243 @@
+"""Prepare a step: agree on the cut, compile, lower and link what its microbatches need. All ranks do this together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from graphcomp.compiler import GraphCompiler, RankPrograms, Specialisation
+from graphcomp.dataparallel.contribution import Contribution, combine, contribution
+from graphcomp.dataparallel.spec import Shards, Spec
+from graphcomp.dataparallel.step import DataParallel
+from graphcomp.errors import StateError
+from graphcomp.ir import signature as role
+from graphcomp.partition import Partitioned
+from graphcomp.runtime.agreement import Agreement, DataRank
+from graphcomp.runtime.closing import Closing
+from graphcomp.runtime.executor import RankExecutor
+from graphcomp.runtime.layout import Layout
+from graphcomp.runtime.link import Callables, StepCalls
+from graphcomp.runtime.lower import distinct
+from graphcomp.runtime.state import LiveState
+from graphcomp.runtime.step_calls import process_calls, virtual_calls
+from graphcomp.runtime.transport import ProcessTransport, Transport, VirtualNetwork, VirtualTransport
+
+KEPT = 64
+"""Sequences of specialisations whose rank programs are kept; the oldest goes first. Compiled code is kept apart."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What one pipeline needs for a sequence of specialisations. executors: one for each of its ranks in this process.
+
+    total: what all data ranks together add up. data: what is done over data ranks; None with only one.
+    """
+
+    partitioned: tuple[Partitioned, ...]
+    programs: RankPrograms
+    executors: tuple[RankExecutor, ...]
+    closing: Closing
+    total: Contribution
+    data: DataParallel | None
+
+    @property
+    def sharded(self) -> Mapping[str, Shards]:
+        return {} if self.data is None else self.data.sharded
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """What has been agreed on and compiled for a sequence of specialisations; data ranks not considered."""
+
+    specialisations: tuple[Specialisation, ...]
+    partitioned: tuple[Partitioned, ...]
+    callables: Callables
+    own: Contribution
+
+
+Key = tuple[tuple[int, ...], bool]
+"""The numbers of the specialisations, one a microbatch, and whether outputs are kept."""
+
+
+def key_of(specialisations: Sequence[Specialisation], outputs: bool) -> Key:
+    return tuple(one.number for one in specialisations), outputs
+
+
+class Preparation:
+    """Prepares steps of the pipelines in this process: of one, or, virtually, of all data ranks."""
+
+    def __init__(self, compiler: GraphCompiler, layout: Layout, virtual: bool, state: LiveState) -> None:
+        self.compiler, self.layout, self.virtual, self.state = compiler, layout, virtual, state
+        self.agreement = Agreement(layout)
+        self._compiled: dict[Key, _Compiled] = {}
+        self._linked: dict[object, tuple[Prepared, ...]] = {}
+        self._contributions: dict[int, Contribution] = {}
+
+    def contribution(self, specialisations: Sequence[Specialisation]) -> Contribution:
+        found = contribution({one.number: one.joint for one in specialisations}.values())
+        return self._contributions.setdefault(found.number, found)
+
+    def is_new(self, key: Key) -> bool:
+        return key not in self._compiled
+
+    def forget(self) -> None:
+        """Drop what was linked: after a step of virtual ranks that failed half way."""
+        self._linked.clear()
+
+    def compile(self, lines: Sequence[Sequence[Specialisation]], outputs: bool) -> None:
+        """Cut and compile these sequences, one for each pipeline in this process. All ranks call it at the same step.
+
+        Raises what went wrong here, or RankFailure for what went wrong elsewhere; then nothing has changed.
+        """
+        one_of_each = {one.number: one for line in lines for one in line}
+        homes = self._share_homes(list(one_of_each.values()), outputs)
+        failure: Exception | None = None
+        made: dict[Key, _Compiled] = {}
+        text = ""
+        try:
+            self.compiler.follow(homes, list(one_of_each.values()), outputs)
+            for line in lines:
+                made[key_of(line, outputs)] = self._compile(line, outputs)
+            if self.layout.data_ranks > 1:
+                self._check_buffers(one_of_each.values())
+            self.state.require_real({name for one in made.values() for name in one.partitioned[0].parameter_stages})
+            text = "\n".join(_wire_text(self.compiler, one) for one in made.values())
+        except Exception as error:
+            failure = error
+        conditions = {number: one.joint.sizes.conditions for number, one in one_of_each.items()}
+        contributions = [one.own for one in made.values()]
+        shared = self.agreement.share(text, failure, "prepare the step", (conditions, contributions))
+        if failure is not None:
+            raise failure
+        for theirs, _ in shared[self.layout.data_rank if len(shared) > 1 else 0]:
+            for number, one in one_of_each.items():
+                self.compiler.add_conditions(one, theirs[number])
+        for members in shared:
+            for _, found in members:
+                self._contributions |= {one.number: one for one in found}
+        for key, one in made.items():
+            while len(self._compiled) >= KEPT:
+                del self._compiled[next(iter(self._compiled))]
+            self._compiled[key] = one
+        self.state.refresh()
+
+    def _share_homes(self, specialisations: Sequence[Specialisation], outputs: bool) -> Mapping[str, tuple[int, ...]]:
+        """The data ranks cut alike: what the first of them that knows a parameter says about it, holds."""
+        failure: Exception | None = None
+        try:
+            for one in specialisations:
+                self.compiler.partition(one, outputs=outputs)
+        except Exception as error:
+            failure = error
+        shared = self.agreement.share("", failure, "cut the step", dict(self.compiler.homes))
+        if failure is not None:
+            raise failure
+        homes: dict[str, tuple[int, ...]] = {}
+        for members in shared:
+            homes = members[0] | homes
+        return homes
+
+    def _compile(self, line: Sequence[Specialisation], outputs: bool) -> _Compiled:
+        partitioned = tuple(self.compiler.partition(one, outputs=outputs) for one in line)
+        programs = self.compiler.lower(partitioned, outputs=outputs, rank=self._rank)
+        callables = self.compiler.compile(programs, line, outputs=outputs)
+        return _Compiled(tuple(line), partitioned, callables, self.contribution(line))
+
+    @property
+    def _rank(self) -> int | None:
+        return None if self.virtual else self.layout.rank
+
+    def _check_buffers(self, specialisations: Iterable[Specialisation]) -> None:
+        for one in specialisations:
+            for what in one.joint.program.outputs:
+                if isinstance(what, role.BufferUpdate):
+                    raise StateError(
+                        f"buffer '{what.name}' is changed in forward: every data rank would change it its own way",
+                        where=f"buffer '{what.name}'",
+                        expected="a model that changes no buffer, where there is more than one data rank",
+                        do="freeze it (model.eval() for its module), or use a layer without running statistics",
+                    )
+
+    def link(
+        self, lines: Sequence[Sequence[Specialisation]], outputs: bool, ranks: Sequence[DataRank]
+    ) -> tuple[Prepared, ...]:
+        """What the pipelines in this process need, next to what all data ranks do. Needs no agreement: it follows."""
+        compiled = [self._compiled[key_of(line, outputs)] for line in lines]
+        everyone = tuple(rank.contribution for rank in ranks)
+        key = (tuple(key_of(line, outputs) for line in lines), everyone, len(self.compiler.homes))
+        if key not in self._linked:
+            total = combine([self._contributions[number] for number in everyone])
+            while len(self._linked) >= KEPT:
+                del self._linked[next(iter(self._linked))]
+            self._linked[key] = self._link(compiled, outputs, total)
+        return self._linked[key]
+
+    def _link(self, compiled: Sequence[_Compiled], outputs: bool, total: Contribution) -> tuple[Prepared, ...]:
+        data = self._data(total)
+        stages = range(self.compiler.plan.stage_count)
+        calls: list[StepCalls] = [{}] * len(compiled)
+        if data is not None and self.virtual:
+            calls = virtual_calls(data, stages)
+        elif data is not None and self.layout.data is not None:
+            calls = [process_calls(data, [self.layout.rank], self.layout.data.group_name)]
+        return tuple(self._line(one, outputs, total, data, own) for one, own in zip(compiled, calls, strict=True))
+
+    def _line(
+        self, one: _Compiled, outputs: bool, total: Contribution, data: DataParallel | None, calls: StepCalls
+    ) -> Prepared:
+        programs = self.compiler.lower(one.partitioned, outputs=outputs, rank=self._rank, data=data)
+        network = VirtualNetwork()
+        executors = tuple(
+            RankExecutor(
+                program,
+                distinct(one.partitioned),
+                one.callables,
+                self._transport(network),
+                self.layout.device,
+                self.compiler.plan.accumulate_dtype,
+                calls,
+            )
+            for program in programs.ranks
+        )
+        closing = Closing(one.partitioned, self.layout.device, total.losses, total.metrics)
+        return Prepared(one.partitioned, programs, executors, closing, total, data)
+
+    def _data(self, total: Contribution) -> DataParallel | None:
+        if self.layout.data_ranks == 1:
+            return None
+        plan, ranks = self.compiler.plan, self.layout.data_ranks
+        specs = {
+            name: Spec(name, tuple(parameter.shape), parameter.dtype, self.layout.device.type)
+            for name, parameter in self.compiler.model.named_parameters()
+        }
+        sharded = {n: Shards(spec, ranks) for n, spec in specs.items() if plan.parameters == "shard" and spec.shape}
+        return DataParallel(
+            ranks,
+            specs,
+            self.compiler.homes,
+            sharded,
+            total.gradients,
+            plan.regather,
+            plan.bucket_bytes,
+            plan.accumulate_dtype,
+        )
+
+    def _transport(self, network: VirtualNetwork) -> Transport:
+        if self.virtual or self.layout.down is None or self.layout.up is None:
+            return VirtualTransport(network)
+        return ProcessTransport(self.layout.down, self.layout.up, range(self.layout.stages))
+
+
+def _wire_text(compiler: GraphCompiler, one: _Compiled) -> str:
+    """What goes over the wire in a step, as text: the schedule, and each boundary's values."""
+    lines = [compiler.schedule(one.partitioned).text()]
+    for number, cut in enumerate(distinct(one.partitioned)):
+        for boundary in (*cut.forward_boundaries.values(), *cut.backward_boundaries.values()):
+            for value in boundary.values:
+                shape = ", ".join(map(str, value.shape))
+                lines.append(
+                    f"specialisation {number}: {boundary.source}>{boundary.target} {value.name} {value.dtype} [{shape}]"
+                )
+        lines += [f"losses {cut.joint.losses}", f"metrics {cut.joint.metrics}"]
+        lines += [f"parameter {name}: stages {stages}" for name, stages in cut.parameter_stages.items()]
+    return "\n".join(lines)
