@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -128,7 +129,9 @@ def test_the_own_loss_is_what_the_library_itself_gets_with_the_count_of_all_micr
     assert float(result.loss) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("loss_fn", [causal_lm_loss, OwnLoss(shift=True)])
+@pytest.mark.parametrize(
+    "loss_fn", [functools.partial(causal_lm_loss, label_smoothing=0.1), OwnLoss(shift=True)], ids=["logits", "own"]
+)
 def test_no_valid_label_at_all_is_exactly_zero(loss_fn: Any) -> None:
     step = VirtualStep(gpt2(), loss_fn, plan=Plan(stages=2, backend="eager", quiet=True))
     # A valid first label is not predicted by anything, so it counts for nothing.
