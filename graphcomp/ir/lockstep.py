@@ -29,6 +29,8 @@ def lockstep(program: Program, axis: str, boxes: Sequence[list[Any]]) -> list[tu
 
     Raises VerifyError for a collective over another axis or of another kind, and where ranks do not fit together.
     """
+    if not boxes:
+        raise VerifyError(f"program '{program.name}' has no rank to run on", expected="inputs of 1 rank or more", got=0)
     count = len(program.inputs)
     for rank, box in enumerate(boxes):
         if len(box) != count:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from graphcomp.compat.collective_operators import ALL_REDUCE, WAIT
 from graphcomp.errors import VerifyError
 from graphcomp.ir import interp
 from graphcomp.ir.program import Program
@@ -71,6 +72,20 @@ def test_a_missing_gradient_is_none() -> None:
     program = b.program({Output("x"): x, Grad("unused"): None})
     assert interp.python_callable(program)(torch.ones(2, 2))[1] is None
     assert interp.run(program, {BatchLeaf("x"): torch.ones(2, 2)})[Grad("unused")] is None
+
+
+def test_groups_stand_for_axes_in_the_callable_only() -> None:
+    b = Builder()
+    x = b.input(BatchLeaf("x"), b.leaf, "x")
+    done = b.call(WAIT, b.call(ALL_REDUCE, x, "sum", "dp"))
+    program = b.program({Output("y"): done})
+    run = interp.boxed_callable(program, {"dp": "no such group"})
+    with pytest.raises(RuntimeError, match="no such group"):
+        run([torch.ones(2, 2)])
+    assert "'dp'" in str([node.args for node in program.calls()])
+    with pytest.raises(VerifyError, match="mesh axis 'dp', which has no process group") as caught:
+        interp.boxed_callable(program, {"pp": "0"})
+    assert caught.value.where == "program 'sample'"
 
 
 def test_records_no_autograd() -> None:

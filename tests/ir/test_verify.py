@@ -28,6 +28,7 @@ from graphcomp.ir.signature import (
     Param,
     Saved,
     Seed,
+    Shard,
     Size,
 )
 from graphcomp.ir.verify import RULES, verify
@@ -152,6 +153,18 @@ def stage(outputs: list[Any], inputs: list[Any]) -> Callable[[], Program]:
         return dict.fromkeys(outputs, x)
 
     return built(make, Level.STAGE)
+
+
+def step(outputs: list[Any]) -> Callable[[], Program]:
+    """A step program whose outputs are all the gathered rows of its one shard."""
+
+    def build() -> Program:
+        b = Builder()
+        x = b.input(Shard("w"), (2, 4), "w")
+        gathered = b.call(c10d.wait_tensor.default, b.call(c10d.all_gather_into_tensor.default, x, 2, "dp"))
+        return b.program(dict.fromkeys(outputs, gathered), level=Level.STEP)
+
+    return build
 
 
 def no_output(program: Program) -> None:
@@ -290,6 +303,9 @@ BROKEN: list[tuple[str, str, Callable[[], Program]]] = [
     ("roles", "'activation 0>1[0]' is no output", built(lambda b, x: {Activation(0, 1, 0): x})),
     ("roles", "'param w' is no output of a stage program", stage([Param("w")], [])),
     ("roles", "'grad w' is no input of a stage program", stage([], [Grad("w")])),
+    ("roles", "'batch x' is no input of a step program", built(lambda b, x: {Grad("w"): x}, Level.STEP)),
+    ("roles", "'loss l' is no output of a step program", step([Loss("l")])),
+    ("roles", "'shard w' is no output of a joint program", built(lambda b, x: {Shard("w"): x})),
     ("roles", "output 'loss l' is None", built(lambda b, x: {Loss("l"): None})),
     ("edges", "'activation 0>2[0]' does not join neighbours", stage([Activation(0, 2, 0)], [])),
     (
@@ -352,6 +368,7 @@ def test_every_rule_has_a_broken_program() -> None:
 
 
 SOUND = [
+    step([Param("w"), Grad("w")]),
     built(batch_norm(False)),
     built(coalesced(2)),
     built(all_reduce(1)),
