@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from graphcomp import errors
+from graphcomp import collectives, errors
 from graphcomp.clip import clip_grad_norm_
 from graphcomp.compiler import GraphCompiler
 from graphcomp.losses import MeanLoss, Metric, TokenLoss, mean_loss, metric, token_loss
@@ -24,6 +24,7 @@ __all__ = [
     "StepResult",
     "TokenLoss",
     "clip_grad_norm_",
+    "collectives",
     "compile_train_step",
     "errors",
     "mean_loss",
