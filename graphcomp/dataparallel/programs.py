@@ -109,7 +109,8 @@ class _Builder:
         self._serves = ""
 
     def input(self, role: Role, spec: Spec, shape: tuple[int, ...]) -> Node:
-        node = self.graph.placeholder(spec.name.replace(".", "_"))
+        node = self.graph.placeholder(str(role))
+        node.target = node.name  # a name in Python and the only one of its kind, for code is made of the graph
         with self.mode:
             meta.set_value(node, torch.empty(shape, dtype=spec.dtype, device=spec.device))
         self.inputs.append(role)

@@ -47,17 +47,17 @@ class TestText(TestCase):
             print_program(step_program(unshard_program(0, of), 64), groups=AXIS),
             """\
 step program "stage 0 unshard"
-  %fc_weight: f64[2, 3] = shard fc.weight
-  %fc_bias: f64[2] = shard fc.bias
-  %big: f64[20] = shard big
+  %shard_fc_weight: f64[2, 3] = shard fc.weight
+  %shard_fc_bias: f64[2] = shard fc.bias
+  %shard_big: f64[20] = shard big
 forward:
-  %contiguous: f64[2, 3] = contiguous(%fc_weight)                               # fc.weight
+  %contiguous: f64[2, 3] = contiguous(%shard_fc_weight)                         # fc.weight
   %view: f64[6] = view(%contiguous, [6])                                        # fc.weight
-  %contiguous_1: f64[2] = contiguous(%fc_bias)                                  # fc.bias
+  %contiguous_1: f64[2] = contiguous(%shard_fc_bias)                            # fc.bias
   %view_2: f64[2] = view(%contiguous_1, [2])                                    # fc.bias
   %cat: f64[8] = cat([%view, %view_2])                                          # fc.weight .. fc.bias
   %all_gather_into_tensor_3: f64[16] = _c10d_functional.all_gather_into_tensor(%cat, 2, dp)  # fc.weight .. fc.bias
-  %contiguous_2: f64[20] = contiguous(%big)                                     # big
+  %contiguous_2: f64[20] = contiguous(%shard_big)                               # big
   %view_4: f64[20] = view(%contiguous_2, [20])                                  # big
   %all_gather_into_tensor_2: f64[40] = _c10d_functional.all_gather_into_tensor(%view_4, 2, dp)  # big
   %wait_tensor_3: f64[16] = _c10d_functional.wait_tensor(%all_gather_into_tensor_3)  # fc.weight .. fc.bias
@@ -86,29 +86,29 @@ return param big = %view_5
             print_program(step_program(program, 128), groups=AXIS),
             """\
 step program "stage 0 reduce"
-  %scale: f64[] = grad scale
-  %shift: f64[1] = grad shift
-  %fc_w: f64[4, 3] = grad fc.w
-  %fc_b: f64[3] = grad fc.b
-  %big: f64[40] = grad big
+  %grad_scale: f64[] = grad scale
+  %grad_shift: f64[1] = grad shift
+  %grad_fc_w: f64[4, 3] = grad fc.w
+  %grad_fc_b: f64[3] = grad fc.b
+  %grad_big: f64[40] = grad big
 backward:
-  %contiguous: f64[] = contiguous(%scale)                                       # scale
+  %contiguous: f64[] = contiguous(%grad_scale)                                  # scale
   %view: f64[1] = view(%contiguous, [1])                                        # scale
-  %contiguous_1: f64[1] = contiguous(%shift)                                    # shift
+  %contiguous_1: f64[1] = contiguous(%grad_shift)                               # shift
   %view_2: f64[1] = view(%contiguous_1, [1])                                    # shift
   %cat: f64[2] = cat([%view, %view_2])                                          # scale .. shift
   %all_reduce_2: f64[2] = _c10d_functional.all_reduce(%cat, 'sum', dp)          # scale .. shift
-  %contiguous_2: f64[4, 3] = contiguous(%fc_w)                                  # fc.w
+  %contiguous_2: f64[4, 3] = contiguous(%grad_fc_w)                             # fc.w
   %view_4: f64[12] = view(%contiguous_2, [12])                                  # fc.w
   %view_10: f64[2, 6] = view(%view_4, [2, 6])                                   # fc.w .. fc.b
-  %contiguous_3: f64[3] = contiguous(%fc_b)                                     # fc.b
+  %contiguous_3: f64[3] = contiguous(%grad_fc_b)                                # fc.b
   %view_6: f64[3] = view(%contiguous_3, [3])                                    # fc.b
   %constant_pad_nd: f64[4] = constant_pad_nd(%view_6, [0, 1], 0)                # fc.b
   %view_11: f64[2, 2] = view(%constant_pad_nd, [2, 2])                          # fc.w .. fc.b
   %cat_1: f64[2, 8] = cat([%view_10, %view_11], 1)                              # fc.w .. fc.b
   %view_12: f64[16] = view(%cat_1, [16])                                        # fc.w .. fc.b
   %reduce_scatter_tensor_3: f64[8] = _c10d_functional.reduce_scatter_tensor(%view_12, 'sum', 2, dp)  # fc.w .. fc.b
-  %contiguous_4: f64[40] = contiguous(%big)                                     # big
+  %contiguous_4: f64[40] = contiguous(%grad_big)                                # big
   %view_8: f64[40] = view(%contiguous_4, [40])                                  # big
   %reduce_scatter_tensor_2: f64[20] = _c10d_functional.reduce_scatter_tensor(%view_8, 'sum', 2, dp)  # big
   %wait_tensor_5: f64[2] = _c10d_functional.wait_tensor(%all_reduce_2)          # scale .. shift

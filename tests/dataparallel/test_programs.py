@@ -10,6 +10,8 @@ from graphcomp.dataparallel.programs import reduce_program, unshard_program
 from graphcomp.dataparallel.spec import Shards, Spec
 from graphcomp.errors import PlanError
 from graphcomp.ir import meta
+from graphcomp.ir.collective_calls import is_start
+from graphcomp.ir.interp import boxed_callable
 from graphcomp.ir.printer import print_program
 from graphcomp.ir.program import Level
 from graphcomp.ir.signature import Grad, Param, Shard
@@ -29,15 +31,15 @@ class TestText(TestCase):
             print_program(program, groups=AXIS),
             """\
 step program "stage 1 unshard"
-  %fc_weight: f64[2, 3] = shard fc.weight
-  %fc_bias: f64[2] = shard fc.bias
+  %shard_fc_weight: f64[2, 3] = shard fc.weight
+  %shard_fc_bias: f64[2] = shard fc.bias
 forward:
-  %contiguous: f64[2, 3] = contiguous(%fc_weight)                               # fc.weight
+  %contiguous: f64[2, 3] = contiguous(%shard_fc_weight)                         # fc.weight
   %view: f64[6] = view(%contiguous, [6])                                        # fc.weight
   %all_gather_into_tensor: f64[12] = _c10d_functional.all_gather_into_tensor(%view, 2, dp)  # fc.weight
   %wait_tensor: f64[12] = _c10d_functional.wait_tensor(%all_gather_into_tensor)  # fc.weight
   %view_1: f64[4, 3] = view(%wait_tensor, [4, 3])                               # fc.weight
-  %contiguous_1: f64[2] = contiguous(%fc_bias)                                  # fc.bias
+  %contiguous_1: f64[2] = contiguous(%shard_fc_bias)                            # fc.bias
   %view_2: f64[2] = view(%contiguous_1, [2])                                    # fc.bias
   %all_gather_into_tensor_1: f64[4] = _c10d_functional.all_gather_into_tensor(%view_2, 2, dp)  # fc.bias
   %wait_tensor_1: f64[4] = _c10d_functional.wait_tensor(%all_gather_into_tensor_1)  # fc.bias
@@ -54,15 +56,15 @@ return param fc.bias = %view_3
             print_program(program, groups=AXIS),
             """\
 step program "stage 0 reduce"
-  %scale: f64[] = grad scale
-  %fc_weight: f64[5, 3] = grad fc.weight
+  %grad_scale: f64[] = grad scale
+  %grad_fc_weight: f64[5, 3] = grad fc.weight
 backward:
-  %contiguous: f64[] = contiguous(%scale)                                       # scale
+  %contiguous: f64[] = contiguous(%grad_scale)                                  # scale
   %view: f64[1] = view(%contiguous, [1])                                        # scale
   %all_reduce: f64[1] = _c10d_functional.all_reduce(%view, 'sum', dp)           # scale
   %wait_tensor: f64[1] = _c10d_functional.wait_tensor(%all_reduce)              # scale
   %view_1: f64[] = view(%wait_tensor, [])                                       # scale
-  %contiguous_1: f64[5, 3] = contiguous(%fc_weight)                             # fc.weight
+  %contiguous_1: f64[5, 3] = contiguous(%grad_fc_weight)                        # fc.weight
   %view_2: f64[15] = view(%contiguous_1, [15])                                  # fc.weight
   %constant_pad_nd: f64[18] = constant_pad_nd(%view_2, [0, 3], 0)               # fc.weight
   %reduce_scatter_tensor: f64[9] = _c10d_functional.reduce_scatter_tensor(%constant_pad_nd, 'sum', 2, dp)  # fc.weight
@@ -136,6 +138,20 @@ def test_devices_and_dtypes_are_those_of_the_specs() -> None:
         (torch.bfloat16, "cuda"),
         (torch.float32, "cpu"),
     ]
+
+
+def test_names_of_parameters_need_not_be_names_in_python() -> None:
+    """Such as those of `nn.Sequential`, and two that differ by a dot only."""
+    plain = [spec(name, 2) for name in ("0.weight", "a.b", "a_b", "lambda", "x-y", "box", "self")]
+    program = reduce_program(0, plain, [], 2)
+    names = [node.name for node in program.placeholders]
+    assert len(set(names)) == len(names) and all(map(str.isidentifier, names))
+    for node in program.calls():  # one rank alone: the same code without any other
+        if is_start(node):
+            node.target, node.args = torch.ops.aten.clone.default, node.args[:1]
+    given = [torch.full((2,), float(place)) for place in range(len(plain))]
+    for one, other in zip(boxed_callable(program)([*given]), given, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_nothing_to_do() -> None:
