@@ -112,7 +112,7 @@ class _Insert:
         with graph.inserting_before(self._before):
             node = graph.create_node("call_function", target, args, kwargs, name=name)
         with self._program.fake_mode, torch.no_grad():
-            meta.set_value(node, target(*map_arg(args, meta.value), **kwargs))
+            meta.set_value(node, target(*map_arg(args, meta.value), **kwargs))  # type: ignore[arg-type]
         meta.annotate(node, note)
         return node
 
@@ -122,17 +122,22 @@ def _join(make: _Insert, members: list[Node]) -> None:
     sources = [each.pop("input") for each in given]
     pack, unpack = _JOINED[members[0].target]
     ranks = given[0].get("group_size", 1)
-    packed = pack(make, sources, ranks)
-    joined = make(make.note, WAIT, make(make.note, members[0].target, packed, *given[0].values()))
+    target: Any = members[0].target
+    joined = make(make.note, WAIT, make(make.note, target, pack(make, sources, ranks), *given[0].values()))
     waits = [next(iter(member.users)) for member in members]
-    sizes = [meta.value(wait).numel() for wait in waits]  # type: ignore[union-attr]
     notes = [meta.note(wait) for wait in waits]
-    parts = list(unpack(make, joined, sizes, notes, ranks))
+    parts = list(unpack(make, joined, _sizes(waits), notes, ranks))
     graph = members[0].graph
     for member, wait, part in zip(members, waits, parts, strict=True):
         wait.replace_all_uses_with(part)
         graph.erase_node(wait)
         graph.erase_node(member)
+
+
+def _sizes(nodes: list[Node]) -> list[int]:
+    """The number of elements of each."""
+    found = map(meta.tensor, nodes)
+    return [tensor.numel() for tensor in found if tensor is not None]
 
 
 def _end_to_end(make: _Insert, sources: list[Node], ranks: int) -> Node:
@@ -141,7 +146,7 @@ def _end_to_end(make: _Insert, sources: list[Node], ranks: int) -> Node:
 
 def _by_rank(make: _Insert, sources: list[Node], ranks: int) -> Node:
     """First what goes to rank 0 from every source, then what goes to rank 1, ..."""
-    sizes = [meta.value(source).numel() for source in sources]  # type: ignore[union-attr]
+    sizes = _sizes(sources)
     rows = [
         make(make.note, aten.view.default, source, [ranks, size // ranks])
         for source, size in zip(sources, sizes, strict=True)

@@ -7,6 +7,7 @@ How collectives are joined and ordered is the business of passes; see `build`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def reduce_program(
 def _gather(build: _Builder, of: Shards, shard: Node, axis: str) -> Node:
     if not of.spec.numel:
         return build.call(aten.new_zeros.default, shard, [*of.spec.shape])
-    gathered = build.call(ops.ALL_GATHER, _flat(build, shard), of.ranks, axis)
+    gathered = build.call(ops.ALL_GATHER, _flat(build, shard, prod(of.padded)), of.ranks, axis)
     rows = build.call(ops.WAIT, gathered)
     if of.chunk * of.ranks != of.rows:
         rows = build.call(aten.slice.Tensor, rows, 0, 0, of.spec.numel)
@@ -71,14 +72,14 @@ def _gather(build: _Builder, of: Shards, shard: Node, axis: str) -> Node:
 def _all_reduce(build: _Builder, spec: Spec, gradient: Node, axis: str) -> Node:
     if not spec.numel:
         return build.call(aten.new_zeros.default, gradient, [*spec.shape])
-    reduced = build.call(ops.ALL_REDUCE, _flat(build, gradient), "sum", axis)
+    reduced = build.call(ops.ALL_REDUCE, _flat(build, gradient, spec.numel), "sum", axis)
     return build.call(aten.view.default, build.call(ops.WAIT, reduced), [*spec.shape])
 
 
 def _reduce_scatter(build: _Builder, of: Shards, gradient: Node, axis: str) -> Node:
     if not of.spec.numel:
         return build.call(aten.new_zeros.default, gradient, [*of.padded])
-    flat = _flat(build, gradient)
+    flat = _flat(build, gradient, of.spec.numel)
     missing = (of.chunk * of.ranks - of.rows) * (of.spec.numel // of.rows)
     if missing:
         flat = build.call(aten.constant_pad_nd.default, flat, [0, missing], 0)
@@ -86,10 +87,10 @@ def _reduce_scatter(build: _Builder, of: Shards, gradient: Node, axis: str) -> N
     return build.call(aten.view.default, build.call(ops.WAIT, reduced), [*of.padded])
 
 
-def _flat(build: _Builder, node: Node) -> Node:
+def _flat(build: _Builder, node: Node, size: int) -> Node:
     """All elements in row-major order. Inputs may have any strides, so also one of one dimension is made dense."""
     dense = build.call(aten.contiguous.default, node)
-    return build.call(aten.view.default, dense, [meta.value(node).numel()])  # type: ignore[union-attr]
+    return build.call(aten.view.default, dense, [size])
 
 
 class _Builder:
@@ -124,7 +125,7 @@ class _Builder:
         name = target.__name__.partition(".")[0]
         node = self.graph.create_node("call_function", target, args, name=name)
         with self.mode, torch.no_grad():
-            meta.set_value(node, target(*map_arg(args, meta.value)))
+            meta.set_value(node, target(*map_arg(args, meta.value)))  # type: ignore[arg-type]
         meta.annotate(node, self.note)
         return node
 
