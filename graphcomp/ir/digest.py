@@ -25,7 +25,7 @@ def canonical(program: Program) -> list[str]:
     """The lines that the digest is taken of."""
     symbols = spelling.Symbols(program)
     names = {node: str(place) for place, node in enumerate(program.graph.nodes)}
-    # Process groups and devices go by their own names: a digest serves one process, whose code holds both.
+    # Groups go by the texts that programs use, devices by their own names: a digest serves one process.
     call = spelling.Call(symbols, lambda node: f"%{names[node]}", str, str)
     lines = []
     for role, node in program.input_nodes():

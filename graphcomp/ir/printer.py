@@ -22,7 +22,7 @@ def print_program(program: Program, notes: bool = True, groups: Mapping[str, str
     """The whole program, one line a node.
 
     notes: with the phase as section lines and, right of each node, its module, source line and forward twin.
-    groups: process-group name -> mesh axis name; other groups are numbered by first appearance.
+    groups: process-group name -> mesh axis name, for a raw graph; what else is no axis is numbered by first appearance.
     """
     return "\n".join(text for _, text in _lines(program, notes, groups or {})) + "\n"
 

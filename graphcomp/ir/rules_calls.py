@@ -12,9 +12,13 @@ from torch.fx.node import map_aggregate
 
 from graphcomp.compat.operators import HigherOrderOperator, OpOverload, is_mutable
 from graphcomp.ir import meta
+from graphcomp.ir.collective_calls import axis_of, is_start, is_wait
+from graphcomp.ir.effects import FUNCTIONAL, is_collective
 from graphcomp.ir.fault import Fault
+from graphcomp.ir.groups import is_text, text_of
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
+from graphcomp.plan import AXES
 
 # Python functions that may stand for arithmetic on sizes, and the choice of one value of several.
 FUNCTIONS: frozenset[object] = frozenset({
@@ -36,7 +40,6 @@ _WRITES_STATISTICS = {
     "aten::cudnn_batch_norm": (5, 3),
     "aten::miopen_batch_norm": (5, 3),
 }
-_COLLECTIVES = ("_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::")
 
 
 def order(program: Program) -> Iterator[Fault]:
@@ -101,15 +104,35 @@ def literals(program: Program) -> Iterator[Fault]:
 
 def waits(program: Program) -> Iterator[Fault]:
     for node in program.calls():
-        name = _name(node)
-        if not name.startswith(_COLLECTIVES) or name.endswith("::wait_tensor"):
+        if is_wait(node):
+            pending = node.args[0]
+            source = pending.args[0] if isinstance(pending, Node) and pending.target is operator.getitem else pending
+            if not isinstance(source, Node) or not is_start(source):
+                yield Fault(f"'{node.name}' waits for what is no collective", node, "a collective", str(source))
+        if not is_start(node):
             continue
-        several = any(user.target is operator.getitem for user in node.users)  # one wait for each part
-        for pending in list(node.users) if several else [node]:
+        parts = [user for user in node.users if user.target is operator.getitem]
+        found = meta.value(node)
+        if isinstance(found, list | tuple) and len(parts) != len(found):  # one wait for each part
+            yield Fault(f"not all parts of '{node.name}' are waited for", node, f"{len(found)} parts", len(parts))
+        for pending in parts or [node]:
             users = list(pending.users)
-            if len(users) != 1 or not _name(users[0]).endswith("::wait_tensor"):
+            if len(users) != 1 or not is_wait(users[0]):
                 got = ", ".join(f"'{user.name}'" for user in users) or "no user"
                 yield Fault(f"collective '{pending.name}' is not waited for once", pending, "one wait_tensor", got)
+
+
+def groups(program: Program) -> Iterator[Fault]:
+    for node in program.calls():
+        if not is_collective(node):
+            continue
+        if getattr(node.target, "namespace", None) != FUNCTIONAL:
+            do = "use graphcomp.collectives"
+            yield Fault(f"'{node.name}' is no functional collective", node, f"{FUNCTIONAL}.*", node.target, do)
+        name = axis_of(node)
+        if name is not None and not is_text(name):
+            expected = f"one of {', '.join(AXES)}, or a text such as {text_of((0, 1))!r}"
+            yield Fault(f"collective '{node.name}' names its ranks by a process group", node, expected, repr(name))
 
 
 def phases(program: Program) -> Iterator[Fault]:

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from graphcomp.compat.operators import OpOverload, argument_names
 from graphcomp.ir import meta
+from graphcomp.ir.groups import is_text
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
 from graphcomp.ir.signature import Role, Size
@@ -134,16 +135,19 @@ def group_arguments(node: Node) -> set[object]:
 
 
 class Axes:
-    """Names process groups by their mesh axis; one without an axis is numbered by first appearance.
+    """Names process groups by their mesh axis or their ranks, as programs do (see `ir.groups`).
 
-    A group's own name is a serial number, which differs between runs.
+    A group's own name, which only a raw graph holds, is a serial number that differs between runs: it is looked up in
+    `axes`, or else numbered by first appearance.
     """
 
     def __init__(self, axes: Mapping[str, str]) -> None:
         self._axes, self._unnamed = axes, dict[str, str]()
 
     def __call__(self, group: str) -> str:
-        return self._axes.get(group) or self._unnamed.setdefault(group, f"group{len(self._unnamed)}")
+        if group in self._axes or is_text(group):
+            return self._axes.get(group, group)
+        return self._unnamed.setdefault(group, f"group{len(self._unnamed)}")
 
 
 class Call:

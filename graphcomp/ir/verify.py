@@ -49,6 +49,7 @@ RULES: tuple[Rule, ...] = (
         rules_calls.literals,
     ),
     Rule("waits", "each functional collective is used by one wait and nothing else", rules_calls.waits),
+    Rule("groups", "collectives name their ranks by mesh axis, or by which they are", rules_calls.groups),
     Rule("phases", "no forward or loss node depends on a backward node", rules_calls.phases),
     Rule("values", "every node knows its value", rules_values.values),
     Rule("symbols", "every symbol in a value is a size input or a dimension of an input", rules_values.symbols),

@@ -9,10 +9,10 @@ from graphcomp.compat.aliasing import viewed_argument
 from graphcomp.compat.operators import OpOverload
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
+from graphcomp.ir.effects import is_impure
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
 from graphcomp.partition.costs import work as work_of
-from graphcomp.passes.effects import is_collective, is_random
 
 # A value from the batch alone is computed again on each stage up to this share of the forward's work, or else sent.
 CHEAP_SHARE = 0.02
@@ -48,11 +48,6 @@ _PARTIAL = {
     torch.ops.aten.diagonal,
     torch.ops.aten.as_strided,
 }
-
-
-def is_impure(node: Node) -> bool:
-    """Whether computing a node twice differs from computing it once: random draws and collectives."""
-    return is_random(node) or is_collective(node)
 
 
 def replicable_nodes(program: Program) -> set[Node]:

@@ -125,7 +125,7 @@ return grad w = None
         b = Builder()
         x = b.input(BatchLeaf("x"), b.leaf, "x")
         c10d = torch.ops._c10d_functional
-        for group in ("7", "12", "7"):
+        for group in ("7", "12", "7", "tp", "ranks(0,2)"):
             node = b.graph.call_function(c10d.all_reduce.default, (x, "sum", group))
             meta.set_value(node, b.leaf)
             x = b.call(c10d.wait_tensor.default, node)
@@ -142,7 +142,11 @@ forward:
   %wait_tensor_1: f32[s0, s1] = _c10d_functional.wait_tensor(%all_reduce_default_1)
   %all_reduce_default_2: f32[s0, s1] = _c10d_functional.all_reduce(%wait_tensor_1, 'sum', group0)
   %wait_tensor_2: f32[s0, s1] = _c10d_functional.wait_tensor(%all_reduce_default_2)
-return output y = %wait_tensor_2
+  %all_reduce_default_3: f32[s0, s1] = _c10d_functional.all_reduce(%wait_tensor_2, 'sum', tp)
+  %wait_tensor_3: f32[s0, s1] = _c10d_functional.wait_tensor(%all_reduce_default_3)
+  %all_reduce_default_4: f32[s0, s1] = _c10d_functional.all_reduce(%wait_tensor_3, 'sum', ranks(0,2))
+  %wait_tensor_4: f32[s0, s1] = _c10d_functional.wait_tensor(%all_reduce_default_4)
+return output y = %wait_tensor_4
 """,
         )
 

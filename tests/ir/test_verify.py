@@ -210,9 +210,9 @@ def attribute(b: Builder, x: Any) -> dict[Any, Any]:
     return {Output("y"): b.call(aten.add.Tensor, x, node)}
 
 
-def all_reduce(uses: int, wait: bool = True) -> Callable[[Builder, Any], dict[Any, Any]]:
+def all_reduce(uses: int, wait: bool = True, group: str = "dp") -> Callable[[Builder, Any], dict[Any, Any]]:
     def make(b: Builder, x: Any) -> dict[Any, Any]:
-        node = b.graph.call_function(c10d.all_reduce.default, (x, "sum", "0"))
+        node = b.graph.call_function(c10d.all_reduce.default, (x, "sum", group))
         meta.set_value(node, b.leaf)
         operation = c10d.wait_tensor.default if wait else aten.relu.default
         return {Output(str(i)): b.call(operation, node) for i in range(uses)} or {Output("x"): x}
@@ -220,11 +220,22 @@ def all_reduce(uses: int, wait: bool = True) -> Callable[[Builder, Any], dict[An
     return make
 
 
-def coalesced(parts_waited: int) -> Callable[[Builder, Any], dict[Any, Any]]:
+def waits_twice(b: Builder, x: Any) -> dict[Any, Any]:
+    reduced = b.call(c10d.all_reduce.default, x, "sum", "tp")
+    return {Output("x"): b.call(c10d.wait_tensor.default, b.call(c10d.wait_tensor.default, reduced))}
+
+
+def not_functional(b: Builder, x: Any) -> dict[Any, Any]:
+    node = b.graph.call_function(torch.ops.c10d.barrier.default, (x,))
+    meta.set_value(node, b.leaf)
+    return {Output("x"): node}
+
+
+def coalesced(parts_waited: int, parts_taken: int = 2) -> Callable[[Builder, Any], dict[Any, Any]]:
     def make(b: Builder, x: Any) -> dict[Any, Any]:
-        node = b.graph.call_function(c10d.all_reduce_coalesced.default, ([x, x], "sum", "0"))
+        node = b.graph.call_function(c10d.all_reduce_coalesced.default, ([x, x], "sum", "dp"))
         meta.set_value(node, [b.leaf, b.leaf])
-        parts = [b.call(operator.getitem, node, i) for i in range(2)]
+        parts = [b.call(operator.getitem, node, i) for i in range(parts_taken)]
         waited = [b.call(c10d.wait_tensor.default, part) for part in parts[:parts_waited]]
         return {Output(str(i)): part for i, part in enumerate([*waited, *parts[parts_waited:]])}
 
@@ -343,6 +354,10 @@ BROKEN: list[tuple[str, str, Callable[[], Program]]] = [
     ("waits", "'all_reduce_default' is not waited for once", built(all_reduce(2))),
     ("waits", "'all_reduce_default' is not waited for once", built(all_reduce(1, wait=False))),
     ("waits", "'getitem_1' is not waited for once", built(coalesced(1))),
+    ("waits", "not all parts of 'all_reduce_coalesced_default' are waited for", built(coalesced(1, 1))),
+    ("waits", "'wait_tensor_1' waits for what is no collective", built(waits_twice)),
+    ("groups", "'all_reduce_default' names its ranks by a process group", built(all_reduce(1, group="0"))),
+    ("groups", "'barrier_default' is no functional collective", built(not_functional)),
     ("phases", "loss node 'mul' uses backward node 'relu'", broken_step(backward_in_loss)),
     ("values", "the value of 'relu' is not known", broken_step(forget_value)),
     ("symbols", "the value of 'relu' has a symbol that no input gives", built(stranger)),
@@ -372,6 +387,7 @@ SOUND = [
     built(batch_norm(False)),
     built(coalesced(2)),
     built(all_reduce(1)),
+    built(all_reduce(1, group="ranks(0-2,5)#2")),
     built(lambda b, x: {Grad("w"): None}),
     stage([Activation(1, 2, 0), Activation(1, 0, 0), Saved(0)], [Activation(0, 1, 0), Activation(2, 1, 1)]),
 ]

@@ -1,0 +1,34 @@
+"""What a call does besides computing its result: the one place that says which calls draw and which communicate.
+
+Such calls are never removed, merged, repeated or computed again by the compiler, though all values would stay the same:
+the next draw would be another, and all ranks of a group must issue the same list of collectives.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from graphcomp.compat.operators import OpOverload
+from graphcomp.ir.collective_calls import is_start
+
+FUNCTIONAL = "_c10d_functional"
+"""The namespace of collectives that return a new tensor, which a wait completes."""
+_OTHERS = frozenset({"_c10d_functional_autograd", "c10d_functional", "c10d"})
+
+
+def is_random(node: Node) -> bool:
+    """Whether a call draws from a random stream; their number and order are part of the meaning."""
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def is_collective(node: Node) -> bool:
+    """Whether a call talks to other ranks, waits included."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    return node.target.namespace == FUNCTIONAL or node.target.namespace in _OTHERS or is_start(node)
+
+
+def is_impure(node: Node) -> bool:
+    """Whether computing a node twice, or not at all, differs from computing it once: draws and collectives."""
+    return is_random(node) or is_collective(node)
