@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.fx import Node
 
 from graphcomp.capture.functions import entry_points, item, variables
@@ -29,15 +30,21 @@ class State:
 
     @staticmethod
     def fake(model: nn.Module, mode: FakeTensorMode, device: torch.device | None) -> State:
-        """Fakes of the model's state; tensors on meta are given the device on which they will live."""
+        """Fakes of the model's state; tensors on meta are given the device on which they will live.
+
+        A parameter whose rows are split over data ranks is whole here. Parameters are made anew, not converted: a fake
+        mode keeps weak references to what it converts, and what is referred to cannot be sharded in place later.
+        """
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device.type != "meta":
+            plain = type(tensor) is nn.Parameter and tensor.layout is torch.strided
+            if tensor.device.type != "meta" and not plain and not isinstance(tensor, DTensor):
                 return mode.from_tensor(tensor, static_shapes=True)
+            at = tensor.device if tensor.device.type != "meta" else device or torch.device("cpu")
             with mode:
-                placed = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or torch.device("cpu")
-                )
+                placed = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=at)
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(placed, tensor.requires_grad)
             return placed.requires_grad_(tensor.requires_grad)
 
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())

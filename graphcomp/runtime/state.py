@@ -3,12 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
+from graphcomp.compat.modules import own_buffers, own_parameters
+from graphcomp.compat.sharded import local_rows, sharded_like
+from graphcomp.dataparallel.rows import pad
+from graphcomp.dataparallel.spec import Shards, Spec
 from graphcomp.errors import StateError, StepError
+
+Place = tuple[dict[str, Any], str]
+"""A module's own table, and a key of it."""
+
+
+@dataclass(frozen=True)
+class _Sharded:
+    """A sharded parameter: what it is, whole; how many rows this rank has; and a tensor that has its form only."""
+
+    of: Shards
+    rows: int
+    form: torch.Tensor
+
+    def rows_in(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The rows of this rank. Raises StateError if they have another form than when the model was last read."""
+        local, spec = local_rows(parameter), self.of.spec
+        if local.shape != (self.rows, *spec.shape[1:]) or local.dtype != spec.dtype:
+            raise StateError(
+                f"the rows of parameter '{spec.name}' were replaced by others",
+                expected=f"{spec.dtype} of shape {(self.rows, *spec.shape[1:])}",
+                got=f"{local.dtype} of shape {tuple(local.shape)}",
+                do="keep shape and dtype, or make a new step",
+            )
+        return local
 
 
 class LiveState:
@@ -19,22 +49,35 @@ class LiveState:
         self.refresh()
 
     def refresh(self) -> None:
-        """Find the places again, after modules or parameters were added or removed."""
-        self._parameters = _places(self.model, "_parameters", [name for name, _ in self.model.named_parameters()])
-        self._buffers = _places(self.model, "_buffers", [name for name, _ in self.model.named_buffers()])
-        self._overlaps = _overlaps({**self.parameters(), **self.buffers()})
+        """Find the places again, after modules or parameters were added, removed, sharded or given another dtype."""
+        model = self.model
+        self._parameters = {name: _place(model, name, own_parameters) for name, _ in model.named_parameters()}
+        self._buffers = {name: _place(model, name, own_buffers) for name, _ in model.named_buffers()}
+        live = _read(self._parameters)
+        self._sharded = {name: _sharded(name, p) for name, p in live.items() if isinstance(p, DTensor)}
+        self._overlaps = overlaps({**live, **self.buffers()})
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        return {name: table[key] for name, (table, key) in self._parameters.items()}
+        """All parameters, as plain tensors. In the place of a sharded one is a tensor on meta of the whole's form."""
+        return {**_read(self._parameters), **{name: one.form for name, one in self._sharded.items()}}
+
+    def shards(self) -> dict[str, torch.Tensor]:
+        """This rank's rows of the sharded parameters, padded; the parameter's own memory where nothing is missing."""
+        return {
+            name: pad(one.of, one.rows_in(table[key]))
+            for name, one in self._sharded.items()
+            for table, key in [self._parameters[name]]
+        }
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        return {name: table[key] for name, (table, key) in self._buffers.items()}
+        return _read(self._buffers)
 
     def commit(self, gradients: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
         """Add gradients to `.grad` and write buffers. The last act of a step.
 
-        Raises StateError, before any effect, for a written buffer that is a view of other state: programs take the two
-        for independent.
+        Of a sharded parameter, its padded rows of this rank are given. Raises StateError, before any effect, for a
+        written buffer that is a view of other state (programs take the two for independent), and for a `.grad` that
+        the gradient cannot be added to.
         """
         for name in buffers:
             if name in self._overlaps:
@@ -44,15 +87,7 @@ class LiveState:
                     do="register a clone, or make the view in forward",
                 )
         with torch.no_grad():
-            for name, gradient in gradients.items():
-                table, key = self._parameters[name]
-                parameter = table[key]
-                if gradient.dtype != parameter.dtype:
-                    gradient = gradient.to(parameter.dtype)
-                if parameter.grad is None:
-                    parameter.grad = gradient
-                else:
-                    parameter.grad.add_(gradient)
+            added = [self._prepared(name, gradient) for name, gradient in gradients.items()]
             targets = {name: self._buffers[name][0][self._buffers[name][1]] for name in buffers}
             memory = {target.untyped_storage().data_ptr() for target in targets.values()}
             # A new value may be another buffer as it was (a swap, a previous value): kept before that one is written.
@@ -60,31 +95,82 @@ class LiveState:
                 name: value.clone() if value.untyped_storage().data_ptr() in memory else value
                 for name, value in buffers.items()
             }
+            for parameter, gradient in added:
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    local_rows(parameter.grad).add_(local_rows(gradient))
             for name, target in targets.items():
                 target.copy_(kept[name])
 
+    def _prepared(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A parameter and what its `.grad` grows by, in its dtype and sharded like it."""
+        table, key = self._parameters[name]
+        parameter = table[key]
+        if gradient.dtype != parameter.dtype:
+            gradient = gradient.to(parameter.dtype)
+        if name in self._sharded:
+            rows = self._sharded[name].rows_in(parameter).shape[0]
+            gradient = sharded_like(gradient.narrow(0, 0, rows), parameter)
+        before = parameter.grad
+        if before is not None and _split(before) != _split(gradient):
+            raise StateError(
+                f"the gradient of parameter '{name}' cannot be added to what its .grad holds",
+                expected=f"None, or {_form(gradient)}",
+                got=_form(before),
+                do="call zero_grad() before the step, or keep the gradients that earlier steps wrote",
+            )
+        return parameter, gradient
+
     def require_real(self, names: set[str]) -> None:
         """Refuse to run on parameters that have no memory yet."""
-        for name, tensor in {**self.parameters(), **self.buffers()}.items():
-            if name in names and tensor.device.type == "meta":
+        for name, tensor in {**_read(self._parameters), **self.buffers()}.items():
+            if name in names and local_rows(tensor).device.type == "meta":
                 raise StepError(
                     f"'{name}' is still on the meta device",
                     do="materialise the model before the first step: model.to_empty(device=...) and initialise it",
                 )
 
 
-def _places(model: nn.Module, table: str, names: list[str]) -> dict[str, tuple[dict[str, Any], str]]:
-    found = {}
-    for name in names:
-        path, _, key = name.rpartition(".")
-        found[name] = (getattr(model.get_submodule(path), table), key)
-    return found
+def _place(model: nn.Module, name: str, table: Any) -> Place:
+    path, _, key = name.rpartition(".")
+    return table(model.get_submodule(path)), key
 
 
-def _overlaps(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Tensors that share memory with another one, by name, with the other's name."""
+def _read(places: Mapping[str, Place]) -> dict[str, torch.Tensor]:
+    return {name: table[key] for name, (table, key) in places.items()}
+
+
+def _sharded(name: str, parameter: DTensor) -> _Sharded:
+    mesh = parameter.device_mesh
+    if mesh.ndim != 1 or parameter.placements != (Shard(0),):
+        raise StateError(
+            f"parameter '{name}' is a DTensor of a kind that a step cannot use",
+            expected="rows split over the data ranks: (Shard(dim=0),) over a mesh of one axis",
+            got=f"{parameter.placements} over {mesh}",
+            do="leave sharding to the plan",
+        )
+    of = Shards(Spec(name, tuple(parameter.shape), parameter.dtype, mesh.device_type), mesh.size())
+    form = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+    return _Sharded(of, of.rows_of(mesh.get_local_rank()), form)
+
+
+def _split(tensor: torch.Tensor) -> object:
+    """What two tensors must have in common so that one can be added to the other, rank by rank."""
+    over = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    return tuple(tensor.shape), over
+
+
+def _form(tensor: torch.Tensor) -> str:
+    kind = f"a DTensor {tensor.placements}" if isinstance(tensor, DTensor) else "a plain tensor"
+    return f"{kind} of shape {tuple(tensor.shape)}"
+
+
+def overlaps(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Tensors that share memory with another one, by name, with the other's name. Of a sharded one, its rows count."""
     memory: dict[int, list[tuple[int, int, str]]] = {}
-    for name, tensor in tensors.items():
+    for name, each in tensors.items():
+        tensor = local_rows(each)
         if tensor.device.type != "meta" and tensor.numel() and tensor.layout is torch.strided:
             extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             begin = tensor.data_ptr()

@@ -1,0 +1,82 @@
+"""What optimizers hold for a parameter, such as momentum, split with it.
+
+Whoever shards a model sees no optimizer; but those of this process can be found, and a parameter keeps its identity, so
+what they hold for it can be split as well.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from graphcomp.compat.sharded import sharded_like
+from graphcomp.errors import StateError
+
+Rows = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """A whole tensor of a parameter's shape that an optimizer holds for it, under a key of a table."""
+
+    owner: str
+    name: str
+    key: str
+    table: dict[str, Any]
+    parameter: torch.Tensor
+
+    def __str__(self) -> str:
+        return f"{self.owner} holds '{self.key}' for '{self.name}', {self.value.dtype}"
+
+    @property
+    def value(self) -> torch.Tensor:
+        found: torch.Tensor = self.table[self.key]
+        return found
+
+    def replace(self, rows: torch.Tensor) -> None:
+        """Once the parameter is split: hold these rows, in a DTensor like the parameter."""
+        self.table[self.key] = sharded_like(rows, self.parameter)
+
+
+def held_state(parameters: Mapping[str, torch.Tensor]) -> tuple[HeldState, ...]:
+    """What the optimizers of this process hold for these parameters and has to be split with them.
+
+    Numbers, such as step counters, stay. Raises StateError for a tensor of another shape: nobody knows its rows.
+    """
+    found: dict[tuple[int, str], HeldState] = {}
+    for optimizer in [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]:
+        for name, parameter in parameters.items():
+            for one in _of_parameter(optimizer, name, parameter):
+                found.setdefault((id(one.table), one.key), one)
+    return tuple(found.values())
+
+
+def _of_parameter(optimizer: Optimizer, name: str, parameter: torch.Tensor) -> Iterator[HeldState]:
+    owner, table = type(optimizer).__name__, optimizer.state.get(parameter, {})
+    for key, value in table.items():
+        if _fits(value, parameter):
+            yield HeldState(owner, name, key, table, parameter)
+        elif any(isinstance(each, torch.Tensor) and each.dim() for each in _inside(value)):
+            raise StateError(
+                f"optimizer state cannot be split over data ranks: {owner} holds '{key}' for parameter '{name}'",
+                expected=f"a tensor of the parameter's shape {tuple(parameter.shape)}, or numbers",
+                got=f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__,
+                do="make the optimizer when the parameters are sharded already, or replicate them",
+            )
+
+
+def _fits(value: object, parameter: torch.Tensor) -> bool:
+    plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.layout is torch.strided
+    return plain and value.shape == parameter.shape  # type: ignore[attr-defined]
+
+
+def _inside(value: object) -> list[object]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, (list, tuple)) else [value]
