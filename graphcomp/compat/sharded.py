@@ -50,7 +50,7 @@ class SlotlessDTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and type(args[0]) is cls:
-            args = (args[0], _rows_like(args[0], args[1]), *args[2:])
+            args = (args[0], rows_like(args[0], args[1]), *args[2:])
         return DTensor.__torch_dispatch__(func, types, args, kwargs or {})
 
     @property
@@ -60,7 +60,7 @@ class SlotlessDTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        rows = _rows_like(self, value)
+        rows = rows_like(self, value)
         same = isinstance(rows, DTensor) and (rows.shape, rows.dtype, rows.device_mesh, rows.placements) == (
             self.shape,
             self.dtype,
@@ -139,6 +139,17 @@ def sharded_like(local: torch.Tensor, like: Any) -> torch.Tensor:
     return _dtensor(local, like, like.device_mesh, like.placements)
 
 
+def rows_like(target: Any, source: Any) -> Any:
+    """This rank's rows of a whole tensor of the target's shape, as a DTensor like it; anything else as it is."""
+    whole = isinstance(source, torch.Tensor) and not isinstance(source, DTensor) and source.shape == target.shape
+    if not whole or target.placements != (Shard(0),):
+        return source
+    chunk = -(-target.shape[0] // target.device_mesh.size())
+    start = min(target.device_mesh.get_local_rank() * chunk, target.shape[0])
+    rows = source.detach()[start : start + target._local_tensor.shape[0]]
+    return _dtensor(rows, target, target.device_mesh, target.placements)
+
+
 def hindrance(parameter: torch.Tensor) -> str | None:
     """Why a parameter cannot be swapped, in words: who else in this process refers to it."""
     if weakref.getweakrefs(parameter):
@@ -178,17 +189,6 @@ def _dtensor(local: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh, placeme
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """What a user has set on a parameter."""
     return {key: value for key, value in vars(tensor).items() if key not in (*FIELDS, "_is_param")}
-
-
-def _rows_like(target: Any, source: Any) -> Any:
-    """This rank's rows of a whole tensor of the target's shape, as a DTensor; anything else as it is."""
-    whole = isinstance(source, torch.Tensor) and not isinstance(source, DTensor) and source.shape == target.shape
-    if not whole or target.placements != (Shard(0),):
-        return source
-    chunk = -(-target.shape[0] // target.device_mesh.size())
-    start = min(target.device_mesh.get_local_rank() * chunk, target.shape[0])
-    rows = source.detach()[start : start + target._local_tensor.shape[0]]
-    return _dtensor(rows, target, target.device_mesh, target.placements)
 
 
 def _form(tensor: torch.Tensor) -> str:

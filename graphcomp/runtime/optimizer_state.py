@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from graphcomp.compat.sharded import sharded_like
+from graphcomp.compat.sharded import local_rows, rows_like, sharded_like
 from graphcomp.errors import StateError
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
@@ -57,12 +57,24 @@ def held_state(parameters: Mapping[str, torch.Tensor]) -> tuple[HeldState, ...]:
     return tuple(found.values())
 
 
+def shard_optimizer_state(optimizer: Optimizer) -> None:
+    """Split what an optimizer holds whole for sharded parameters, as it does after `load_state_dict` of whole tensors.
+
+    Each rank keeps its own rows; nothing is sent. Raises StateError for a tensor of another shape, before any effect.
+    """
+    groups = enumerate(optimizer.param_groups)
+    parameters = {f"{i} of group {g}": p for g, group in groups for i, p in enumerate(group["params"])}
+    sharded = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
+    for one in [one for name, p in sharded.items() for one in _of_parameter(optimizer, name, p)]:
+        one.table[one.key] = sharded_like(local_rows(rows_like(one.parameter, one.value)).clone(), one.parameter)
+
+
 def _of_parameter(optimizer: Optimizer, name: str, parameter: torch.Tensor) -> Iterator[HeldState]:
     owner, table = type(optimizer).__name__, optimizer.state.get(parameter, {})
     for key, value in table.items():
         if _fits(value, parameter):
             yield HeldState(owner, name, key, table, parameter)
-        elif any(isinstance(each, torch.Tensor) and each.dim() for each in _inside(value)):
+        elif any(_is_whole(each) for each in _inside(value)):
             raise StateError(
                 f"optimizer state cannot be split over data ranks: {owner} holds '{key}' for parameter '{name}'",
                 expected=f"a tensor of the parameter's shape {tuple(parameter.shape)}, or numbers",
@@ -72,8 +84,11 @@ def _of_parameter(optimizer: Optimizer, name: str, parameter: torch.Tensor) -> I
 
 
 def _fits(value: object, parameter: torch.Tensor) -> bool:
-    plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.layout is torch.strided
-    return plain and value.shape == parameter.shape  # type: ignore[attr-defined]
+    return _is_whole(value) and value.shape == parameter.shape and value.layout is torch.strided  # type: ignore[attr-defined]
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and not isinstance(value, DTensor)
 
 
 def _inside(value: object) -> list[object]:

@@ -1,12 +1,22 @@
-"""Buffers are written at the end of a step, all from what they held before it."""
+"""The model's state between steps: buffers written at the end of one, parameters whole and sharded, gradients."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import graphcomp as gc
+from graphcomp.dataparallel.rows import padded_rows
+from graphcomp.errors import StateError
+from graphcomp.runtime.shards import shard_parameters
+from graphcomp.runtime.state import LiveState
+from graphcomp.testing import run_ranks
+from tests.runtime.sharded import alone, data_mesh
 
 
 class Swaps(nn.Module):
@@ -35,3 +45,126 @@ def test_a_buffer_takes_over_the_old_value_of_another(microbatches: int) -> None
     )
     step(batches)
     assert list(map(float, model.buffers())) == list(map(float, eager.buffers()))
+
+
+# Sharded parameters
+
+
+class Watched(nn.Module):
+    """One sharded parameter of uneven rows, one number, and a buffer that steps write."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6, dtype=dtype).view(3, 2))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("seen", torch.zeros(2))
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    with alone() as found:
+        yield found
+
+
+@pytest.mark.gloo
+def test_a_sharded_parameter_is_there_in_form_only(mesh: DeviceMesh) -> None:
+    model = Watched()
+    shard_parameters(model, mesh)
+    state = LiveState(model)
+    form = state.parameters()["weight"]
+    assert type(form) is Tensor
+    assert (form.device.type, form.shape, form.stride(), form.dtype) == ("meta", (3, 2), (2, 1), torch.float32)
+    assert state.parameters()["scale"] is model.scale
+    state.require_real({"weight", "scale", "seen"})
+
+
+@pytest.mark.gloo
+def test_rows_are_read_anew_each_time(mesh: DeviceMesh) -> None:
+    model = Watched()
+    shard_parameters(model, mesh)
+    state = LiveState(model)
+    assert set(state.shards()) == {"weight"}
+    assert state.shards()["weight"].data_ptr() == model.weight.to_local().data_ptr()
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    assert state.shards()["weight"].tolist() == [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
+    model.weight.data = torch.zeros(3, 2)
+    assert not state.shards()["weight"].any()
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(3, 2), mesh, [Shard(0)]))
+    assert (state.shards()["weight"] == 1.0).all()
+
+
+@pytest.mark.gloo
+def test_rows_of_another_form_are_noticed(mesh: DeviceMesh) -> None:
+    model = Watched()
+    shard_parameters(model, mesh)
+    state = LiveState(model)
+    model.double()
+    for use in (state.shards, lambda: state.commit({"weight": torch.ones(3, 2)}, {})):
+        with pytest.raises(StateError, match=r"rows of parameter 'weight' were replaced(.|\n)*float32(.|\n)*float64"):
+            use()
+    assert model.weight.grad is None
+    state.refresh()
+    assert state.shards()["weight"].dtype is torch.float64
+
+
+@pytest.mark.gloo
+def test_a_dtensor_of_another_kind_is_refused(mesh: DeviceMesh) -> None:
+    model = Watched()
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(3, 2), mesh, [Replicate()]))
+    with pytest.raises(StateError, match=r"'weight' is a DTensor(.|\n)*Replicate"):
+        LiveState(model)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_rows_are_added_up(mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    model = Watched(dtype)
+    shard_parameters(model, mesh)
+    state = LiveState(model)
+    for number in (1.0, 2.0):
+        state.commit({"weight": torch.full((3, 2), number), "scale": torch.tensor(number)}, {"seen": torch.ones(2)})
+    gradient = model.weight.grad
+    assert isinstance(gradient, DTensor)
+    assert (gradient.placements, gradient.device_mesh, gradient.dtype) == ((Shard(0),), mesh, dtype)
+    assert gradient.full_tensor().tolist() == [[3.0, 3.0]] * 3
+    assert (type(model.scale.grad), float(model.scale.grad), model.seen.tolist()) == (Tensor, 3.0, [1.0, 1.0])
+    model.zero_grad(set_to_none=False)
+    assert model.weight.grad is gradient
+    state.commit({"weight": torch.ones(3, 2)}, {})
+    assert model.weight.grad is gradient
+    assert gradient.full_tensor().tolist() == [[1.0, 1.0]] * 3
+
+
+@pytest.mark.gloo
+def test_nothing_is_written_where_a_gradient_does_not_fit(mesh: DeviceMesh) -> None:
+    model = Watched()
+    shard_parameters(model, mesh)
+    state = LiveState(model)
+    model.weight.grad = distribute_tensor(torch.ones(3, 2), mesh, [Replicate()])
+    given = {"scale": torch.tensor(1.0), "weight": torch.ones(3, 2)}
+    with pytest.raises(StateError, match=r"'weight' cannot(.|\n)*\(Shard\(dim=0\),\)(.|\n)*\(Replicate\(\),\)"):
+        state.commit(given, {"seen": torch.ones(2)})
+    assert model.scale.grad is None
+    assert (model.weight.grad.full_tensor() == 1.0).all()
+    assert not model.seen.any()
+
+
+def rows_and_gradients(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    model = Watched()
+    shards = shard_parameters(model, data_mesh())
+    state = LiveState(model)
+    rows = state.shards()["weight"]
+    whole = torch.arange(6.0).view(3, 2) * 10
+    for _ in range(2):
+        state.commit({"weight": padded_rows(shards["weight"], whole, rank)}, {})
+    return rows, model.weight.grad.full_tensor(), model.weight.full_tensor()
+
+
+@pytest.mark.gloo
+def test_rows_are_padded_and_gradients_are_cut() -> None:
+    found = run_ranks(rows_and_gradients, 2)
+    assert [rows.tolist() for rows, *_ in found] == [[[0.0, 1.0], [2.0, 3.0]], [[4.0, 5.0], [0.0, 0.0]]]
+    for _, gradient, whole in found:
+        assert gradient.tolist() == [[0.0, 20.0], [40.0, 60.0], [80.0, 100.0]]
+        assert whole.tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
