@@ -53,8 +53,9 @@ types: $(STAMP) ## mypy on the built package
 	@set -o pipefail; cd $(TYPED) && $(CURDIR)/$(BIN)/python -m mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache -p graphcomp | sed 's#^graphcomp/passes/#passes/#'
 
-bench: $(STAMP) ## step time, memory and compile time against torch.distributed.pipelining
+bench: $(STAMP) ## step time, memory and compile time against torch's own pipelining, DDP and FSDP
 	@$(BIN)/python benchmarks/pipeline.py
+	@$(BIN)/python benchmarks/data.py
 
 clean: ## remove build outputs, caches and run folders
 	@rm -rf build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
