@@ -1,14 +1,19 @@
-"""Clipping by the norm of all gradients, over every stage, each parameter once."""
+"""Clipping by the norm of all gradients, over every stage and every data rank's rows, each parameter once."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from graphcomp.compat.sharded import local_rows
 from graphcomp.errors import PlanError
 
 if TYPE_CHECKING:
@@ -18,24 +23,48 @@ if TYPE_CHECKING:
 def clip_grad_norm_(step: CompiledStep, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale the gradients in place so that their norm over the whole model is at most `max_norm`.
 
-    The norm counts each parameter once, also one that several stages hold. norm_type: positive, or infinity.
+    The norm counts each parameter once: also one that several stages hold, one that every data rank holds whole, and
+    one of which each data rank holds some rows. norm_type: positive, or infinity.
 
     Returns the norm before clipping: 0-dim, on this rank's device, equal on all ranks; nothing waits for it. All ranks
-    of a pipeline must call this. On one stage it is what `torch.nn.utils.clip_grad_norm_` computes.
+    must call this. In one process it is what `torch.nn.utils.clip_grad_norm_` computes.
     """
     if not (max_norm >= 0 and norm_type > 0):
         raise PlanError(
             "clip_grad_norm_ takes a non-negative norm and a positive norm type",
             got=f"max_norm={max_norm!r}, norm_type={norm_type!r}",
         )
-    counted = [p.grad for p in step.counted_parameters() if p.grad is not None]
-    norm = get_total_norm(counted, norm_type).to(step.layout.device)
-    if step.layout.closing is not None:
-        if math.isinf(norm_type):
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group=step.layout.closing)
-        else:
-            power = norm.double() ** norm_type
-            dist.all_reduce(power, group=step.layout.closing)
-            norm = (power ** (1 / norm_type)).to(norm.dtype)
-    clip_grads_with_norm_(step.parameters(), max_norm, norm)
+    # What is whole is the same on all data ranks: the first one counts it.
+    counted = [one for one in _held(step.counted_parameters()) if one.split or step.layout.data_rank == 0]
+    own = [one.grad for one in counted if one.grad.numel()]  # no rows have no largest element
+    norm = get_total_norm(own, norm_type).to(step.layout.device)
+    groups = [group for group in (step.layout.data, step.layout.closing) if group is not None]
+    if groups:
+        power = norm.double() if math.isinf(norm_type) else norm.double() ** norm_type
+        for group in groups:
+            power = _combined(power, group, norm_type)
+        # A rank without gradients has no dtype to go by.
+        dtype = reduce(torch.promote_types, [p.dtype for p in step.model.parameters() if p.requires_grad])
+        norm = (power if math.isinf(norm_type) else power ** (1 / norm_type)).to(dtype)
+    clip_grads_with_norm_(_held(step.parameters()), max_norm, norm)  # type: ignore[arg-type]
     return norm
+
+
+def _combined(power: torch.Tensor, group: dist.ProcessGroup, norm_type: float) -> torch.Tensor:
+    """Over a group. Gathered, then added up in one order: so all ranks come to the same bits, in every group."""
+    everyone = power.new_empty(group.size())
+    dist.all_gather_single(everyone, power.view(1), group=group)
+    return everyone.amax() if math.isinf(norm_type) else everyone.sum()
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A gradient as this rank has it in memory, and whether other data ranks have other rows of it."""
+
+    grad: torch.Tensor
+    split: bool
+
+
+def _held(parameters: Iterable[torch.Tensor]) -> list[_Held]:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return [_Held(local_rows(gradient), isinstance(gradient, DTensor)) for gradient in gradients]
