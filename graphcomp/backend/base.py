@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -57,6 +57,9 @@ class Backend(Protocol):
     @property
     def name(self) -> str: ...
 
-    def compile(self, program: Program) -> Compiled:
-        """Compile for every size the program allows. Raises BackendError with the program's name."""
+    def compile(self, program: Program, groups: Mapping[str, str] | None = None) -> Compiled:
+        """Compile for every size the program allows. Raises BackendError with the program's name.
+
+        groups: for the program's collectives: what it calls their ranks -> name of this process's group.
+        """
         ...

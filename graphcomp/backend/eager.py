@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphcomp.backend.base import Compiled, Listener, Progress
@@ -19,9 +20,9 @@ class EagerBackend:
     reused: int = 0
     name = "eager"
 
-    def compile(self, program: Program) -> Compiled:
+    def compile(self, program: Program, groups: Mapping[str, str] | None = None) -> Compiled:
         begin = time.perf_counter()
-        call = boxed_callable(program)
+        call = boxed_callable(program, groups or {})
         self.programs += 1
         seconds = time.perf_counter() - begin
         if self.listener is not None:

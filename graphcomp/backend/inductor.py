@@ -17,7 +17,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from graphcomp.backend.base import Boxed, Compiled, Listener, Progress
 from graphcomp.backend.layout import Layouts
@@ -25,6 +25,7 @@ from graphcomp.compat.inductor import compile_graph, guards_since, runs_as_writt
 from graphcomp.compat.symbols import guard_count
 from graphcomp.errors import BackendError
 from graphcomp.ir import meta, spelling
+from graphcomp.ir.collective_calls import axis_of, is_start, name_groups
 from graphcomp.ir.digest import digest
 from graphcomp.ir.interp import as_written, boxed_callable
 from graphcomp.ir.program import Program
@@ -55,15 +56,17 @@ class InductorBackend:
     _artifacts: dict[object, list[_Artifact]] = field(default_factory=dict, repr=False)
     name = "inductor"
 
-    def compile(self, program: Program) -> Compiled:
+    def compile(self, program: Program, groups: Mapping[str, str] | None = None) -> Compiled:
         """Compile a program, or hand out the code of an equal one.
+
+        groups: for the program's collectives: what it calls their ranks -> name of this process's group.
 
         Raises BackendError with the program's name if Inductor fails; its own error is the cause.
         """
         begin = time.perf_counter()
         with _LOCK:
-            # Code is made for a number of threads.
-            key = digest(program), torch.get_num_threads()
+            # Code is made for a number of threads, and for process groups by name.
+            key = digest(program), torch.get_num_threads(), _group_names(program, groups or {})
             known = self._artifacts.setdefault(key, [])
             for artifact in known:
                 conditions = _carry_over(artifact, program)
@@ -71,7 +74,7 @@ class InductorBackend:
                     self.reused += 1
                     return self._done(program, artifact, conditions, begin, reused=True)
             self._tell(Progress(program.name, "started"))
-            artifact = _compile(program)
+            artifact = _compile(program, groups or {})
             known.append(artifact)
             self.programs += 1
             return self._done(program, artifact, artifact.added, begin, reused=False)
@@ -88,12 +91,19 @@ class InductorBackend:
             self.listener(progress)
 
 
-def _compile(program: Program) -> _Artifact:
+def _group_names(program: Program, groups: Mapping[str, str]) -> tuple[str | None, ...]:
+    """The process groups behind the collectives of a program, in order."""
+    return tuple(groups.get(axis_of(node) or "") for node in program.calls() if is_start(node))
+
+
+def _compile(program: Program, groups: Mapping[str, str]) -> _Artifact:
     mode = program.fake_mode
     before = guard_count(mode)
     symbols = _symbols(program)
+    graph = program.copy().graph
+    name_groups(graph, groups, f"program '{program.name}'")
     try:
-        code = _code(program)
+        code = _code(program, graph)
     except Exception as error:
         text = str(error).strip().splitlines() or ["(no text)"]
         raise BackendError(
@@ -105,10 +115,11 @@ def _compile(program: Program) -> _Artifact:
     return _Artifact(code, mode.shape_env, symbols, guards_since(mode, before), guards_since(mode, 0))
 
 
-def _code(program: Program) -> Boxed:
+def _code(program: Program, graph: Graph) -> Boxed:
+    """graph: a copy of the program's, in which process groups go by their own names."""
     if not program.calls():  # nothing to compile, and Inductor would keep the list
         return boxed_callable(program)
-    module = GraphModule(torch.nn.Module(), program.copy().graph, class_name="program")
+    module = GraphModule(torch.nn.Module(), graph, class_name="program")
     inputs = [meta.value(node) for node in program.placeholders]
     with as_written():
         return compile_graph(module, inputs, program.fake_mode)

@@ -6,7 +6,7 @@ import enum
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphcomp import losses as loss_rules
 from graphcomp.capture.batch import BatchSpec, arguments, describe, plain
+from graphcomp.capture.communication import normalize_collectives, require_functional
 from graphcomp.capture.fields import Fields
 from graphcomp.capture.joint import Joint, LossSpec, MetricSpec, Opaque
 from graphcomp.capture.labels import Labels, role_of, sequence_of
@@ -37,6 +38,9 @@ from graphcomp.ir.meta import Phase
 from graphcomp.ir.normalize import lift_sizes
 from graphcomp.ir.program import Level, Program
 from graphcomp.ir.sizes import Sizes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 LossFunction = Callable[[Any, Any], Any]
@@ -66,12 +70,14 @@ def capture(
     *,
     training: bool = True,
     device: torch.device | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Joint:
     """Trace forward, loss and backward of one microbatch into a joint program.
 
     batch: an example; its tensor sizes become symbols (0 and 1 excepted), everything else in it is fixed.
     training: with its backward; otherwise forward and loss only, for evaluation.
     device: where parameters on meta will live; others stay where they are.
+    mesh: the plan's mesh; collectives of the model along one of its axes are named by it.
 
     The model is left exactly as it was, also on an error. The graph may still hold in-place operations, which the
     `functionalize` pass removes. Raises CaptureError, LossError, BatchError, StateError.
@@ -95,8 +101,10 @@ def capture(
 
     with unchanged_model(model), explained(model, labels), mode:
         module = trace(function, (state.fakes, list(leaves.values())))
+        require_functional(module.graph)
     roles = [*state.roles, *(role.BatchLeaf(path) for path in leaves)]
     program, captured = _normalize(module, roles, results.roles, mode, leaves, Reachable(model, loss_fn, training))
+    groups = normalize_collectives(program.graph, mesh)
     check_random_recompute(program)
     return Joint(
         program=program,
@@ -107,6 +115,7 @@ def capture(
         output_tree=results.output_tree,
         output_leaves=tuple(results.output_leaves),
         read=results.read,
+        groups=groups,
         seconds=time.perf_counter() - began,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from graphcomp.capture.state import Captured
@@ -50,6 +50,7 @@ class Joint:
     output_leaves: one entry a leaf: the `Output` role of a tensor, a plain value itself, or `Opaque`.
     read: the fields of a dict batch that the model or the loss function read; None: the batch is of another kind.
     seconds: what the capture took.
+    groups: for the collectives of the model: what the program calls their ranks -> name of this process's group.
     """
 
     program: Program
@@ -61,6 +62,7 @@ class Joint:
     output_leaves: tuple[Any, ...]
     read: frozenset[str] | None
     seconds: float
+    groups: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return print_program(self.program)

@@ -35,10 +35,19 @@ class Case:
         return x, torch.tensor(list(self.numbers(rank, size)))
 
 
+def weights(y: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """What is different about a rank's loss."""
+    weight = torch.linspace(-1, 1 + rank, y.numel(), dtype=y.dtype).view(y.shape)
+    return weight, torch.tensor(rank + 1.0, dtype=y.dtype)
+
+
+def weighted(y: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    return (weight * y).sin().sum() + scale * (y * y).sum()
+
+
 def loss(y: Tensor, rank: int) -> Tensor:
     """Not linear, and another function on every rank."""
-    weight = torch.linspace(-1, 1 + rank, y.numel(), dtype=y.dtype).view(y.shape)
-    return (weight * y).sin().sum() + (rank + 1) * (y * y).sum()
+    return weighted(y, *weights(y, rank))
 
 
 def _repeat(y: Tensor, size: int) -> Tensors:
