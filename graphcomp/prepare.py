@@ -18,6 +18,7 @@ from graphcomp.runtime.executor import RankExecutor
 from graphcomp.runtime.layout import Layout
 from graphcomp.runtime.link import Callables, StepCalls
 from graphcomp.runtime.lower import distinct
+from graphcomp.runtime.shards import shard_parameters
 from graphcomp.runtime.state import LiveState
 from graphcomp.runtime.step_calls import process_calls, virtual_calls
 from graphcomp.runtime.transport import ProcessTransport, Transport, VirtualNetwork, VirtualTransport
@@ -72,6 +73,7 @@ class Preparation:
         self._compiled: dict[Key, _Compiled] = {}
         self._linked: dict[object, tuple[Prepared, ...]] = {}
         self._contributions: dict[int, Contribution] = {}
+        self._sharded = False
 
     def contribution(self, specialisations: Sequence[Specialisation]) -> Contribution:
         found = contribution({one.number: one.joint for one in specialisations}.values())
@@ -119,6 +121,9 @@ class Preparation:
             while len(self._compiled) >= KEPT:
                 del self._compiled[next(iter(self._compiled))]
             self._compiled[key] = one
+        if self.compiler.plan.parameters == "shard" and self.layout.data_mesh is not None and not self._sharded:
+            shard_parameters(self.compiler.model, self.layout.data_mesh)
+            self._sharded = True
         self.state.refresh()
 
     def _share_homes(self, specialisations: Sequence[Specialisation], outputs: bool) -> Mapping[str, tuple[int, ...]]:

@@ -28,6 +28,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     ("compiler",),
     ("dispatch",),
+    ("prepare",),
     ("engine",),
     ("step",),
     ("clip",),

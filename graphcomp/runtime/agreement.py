@@ -67,10 +67,9 @@ class Agreement:
             intent.microbatches,
             intent.is_new,
         ]
-        mine = torch.tensor(own)
-        everyone = torch.empty(dist.get_world_size(self.side), len(own), dtype=torch.int64)
-        dist.all_gather_single(everyone, mine, group=self.side)
-        rows = everyone.tolist()
+        everyone = torch.empty(dist.get_world_size(self.side) * len(own), dtype=torch.int64)
+        dist.all_gather_single(everyone, torch.tensor(own), group=self.side)
+        rows = everyone.view(-1, len(own)).tolist()
         failed = any(row[0] for row in rows)
         alike = len({row[1] for row in rows}) == 1
         alike = alike and all(len({rows[member][2] for member in line}) == 1 for line in self.lines)

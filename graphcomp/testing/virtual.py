@@ -11,7 +11,7 @@ from torch import nn
 
 from graphcomp.compiler import GraphCompiler
 from graphcomp.dispatch import Bound, Dispatcher
-from graphcomp.engine import Engine, Options, Ran
+from graphcomp.engine import BoundStep, Engine, Options, Ran
 from graphcomp.errors import BatchError
 from graphcomp.plan import Plan
 from graphcomp.runtime.layout import Layout, make_layout
@@ -41,6 +41,17 @@ class VirtualStep:
         self._dispatcher = Dispatcher(self.compiler, device)
         self.latest: list[Bound] = []
 
+    def bind(self, microbatches: Sequence[Any], options: Options | None = None) -> BoundStep:
+        """Everything up to the run; see `run`."""
+        lines = [microbatches]
+        if self.data_ranks > 1:
+            lines = list(microbatches)
+            if len(lines) != self.data_ranks:
+                raise BatchError(
+                    "every data rank needs a list of microbatches", expected=self.data_ranks, got=f"{len(lines)} lists"
+                )
+        return self._engine.bind(self._dispatcher, lines, options or Options())
+
     def run(
         self,
         microbatches: Sequence[Any],
@@ -54,14 +65,7 @@ class VirtualStep:
         microbatches: with several data ranks, a list for each of them; outputs and the shares of the microbatches then
         come in order of data ranks.
         """
-        lines = [microbatches]
-        if self.data_ranks > 1:
-            lines = list(microbatches)
-            if len(lines) != self.data_ranks:
-                raise BatchError(
-                    "every data rank needs a list of microbatches", expected=self.data_ranks, got=f"{len(lines)} lists"
-                )
-        step = self._engine.bind(self._dispatcher, lines, Options(True, outputs, loss_scale))
+        step = self.bind(microbatches, Options(True, outputs, loss_scale))
         self.latest = [one for line in step.lines for one in line.bound]
         ran = self._engine.run(step, tokens)
         self._engine.state.commit({}, ran.buffers)

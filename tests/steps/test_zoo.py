@@ -7,7 +7,6 @@ import functools
 import pytest
 import torch
 
-import graphcomp.compiler
 from graphcomp import Plan
 from graphcomp.testing import VirtualStep
 from tests.steps.uncut import run_uncut
@@ -17,24 +16,7 @@ from tests.zoo.reference import reference
 MICROBATCHES = (1, 2, 3, 5)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_capture_a_model(request: pytest.FixtureRequest):
-    """Captures are pure: the same model and kind of batch need be traced only once for all plans of this module."""
-    known: dict[object, object] = {}
-    original = graphcomp.compiler.capture
-
-    @functools.wraps(original)
-    def capture(model, loss_fn, batch, **options):
-        from graphcomp.capture.batch import batch_key
-
-        key = (id(model), batch_key(batch)[0], model.training, tuple(sorted(options.items(), key=str)))
-        if key not in known:
-            known[key] = original(model, loss_fn, batch, **options), model
-        return known[key][0]
-
-    graphcomp.compiler.capture = capture
-    yield
-    graphcomp.compiler.capture = original
+pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 
 
 @functools.cache

@@ -71,7 +71,8 @@ def reference(
             shares.append({name: part.detach() for name, part in share.items()})
             reports.append(metrics)
             outputs.append(tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output))
-    totals = {name: sum(share[name] for share in shares) for name in shares[0]}
+    names = dict.fromkeys(name for share in shares for name in share)
+    totals = {name: sum(share[name] for share in shares if name in share) for name in names}
     return Reference(
         loss=sum(totals.values()),
         losses=totals,
