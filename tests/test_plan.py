@@ -124,10 +124,6 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
         " testing.run_virtual",
     ),
     (
-        {"parameters": "shard"},
-        "parameters='shard' is not supported yet\n  what to do: use parameters='replicate'; see docs/limits.md",
-    ),
-    (
         {"check": "transfers"},
         "check='transfers' is not supported yet\n  what to do: leave it out; see docs/limits.md",
     ),
@@ -137,7 +133,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
             f"the mesh's axis '{axis}' is larger than 1, which is not supported yet\n  expected: {axis}=1\n"
             f"  got: {axis}=2\n  what to do: see docs/limits.md",
         )
-        for axis in ("dp", "tp", "cp")
+        for axis in ("tp", "cp")
     ),
     (
         {"mesh": Mesh((2,), ("pp",))},
