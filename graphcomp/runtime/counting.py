@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from graphcomp.compat.collective_operators import ALL_REDUCE, WAIT
 from graphcomp.dataparallel.contribution import Contribution
 from graphcomp.errors import LossError, StepError
 from graphcomp.ir import signature as role
@@ -33,11 +33,12 @@ class Counting:
         counted = [self._prologue(one, cut) for one, cut in zip(microbatches, cuts, strict=True)]
         used = 0
 
-        def reduce(vector: torch.Tensor) -> None:
+        def reduce(vector: torch.Tensor) -> torch.Tensor:
             nonlocal used
-            if self.layout.data is not None:
-                dist.all_reduce(vector, group=self.layout.data)
-                used += 1
+            if self.layout.data is None:
+                return vector
+            used += 1
+            return WAIT(ALL_REDUCE(vector, "sum", self.layout.data.group_name))
 
         return count(total.losses, counted, self.layout.device, total.floating, reduce), used
 

@@ -26,14 +26,14 @@ def count(
     counted: Sequence[Mapping[str, torch.Tensor]],
     device: torch.device | str = "cpu",
     floating: Collection[str] | None = None,
-    reduce: Callable[[torch.Tensor], object] | None = None,
+    reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Counts:
     """Add up the token counts of a step, in 64 bits, on the device, without reading them.
 
     losses: all named losses, in an order that data ranks agree on. counted: what the prologue gave for each
     microbatch, by loss name; a missing name counts zero. floating: the losses whose counts are float
-    weights (data ranks have to agree); None: as they come. reduce: adds a vector up over the data ranks, in
-    place; called once for the integers and once for the floats, if there are any.
+    weights (data ranks have to agree); None: as they come. reduce: a vector added up over the
+    data ranks; called once for the integers and once for the floats, if there are any.
     """
     if floating is None:
         floating = {name for one in counted for name, value in one.items() if value.dtype.is_floating_point}
@@ -46,7 +46,7 @@ def count(
         if members:
             vector = torch.stack([_sum(loss, counted, dtype, device) for loss in members])
             if reduce is not None:
-                reduce(vector)
+                vector = reduce(vector)
             vectors.append((members, vector))
     tokens: dict[str, torch.Tensor] = {}
     denominators: dict[str, torch.Tensor] = {}

@@ -49,9 +49,9 @@ def test_no_microbatch() -> None:
 def test_data_ranks_add_up_in_one_call_a_kind_even_without_microbatches() -> None:
     calls: list[torch.Tensor] = []
 
-    def reduce(vector: torch.Tensor) -> None:
-        calls.append(vector.clone())
-        vector += torch.tensor([10, 100] if vector.dtype is torch.int64 else [0.5])
+    def reduce(vector: torch.Tensor) -> torch.Tensor:
+        calls.append(vector)
+        return vector + torch.tensor([10, 100] if vector.dtype is torch.int64 else [0.5])
 
     losses, floating = [TOKEN, OTHER, MEAN], {"other"}
     for given, tokens in (
