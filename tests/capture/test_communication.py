@@ -12,6 +12,7 @@ import torch.distributed._functional_collectives as functional
 from expecttest import TestCase
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from graphcomp import collectives as gc
 from graphcomp.capture import Joint, capture
@@ -22,6 +23,7 @@ from graphcomp.ir.digest import digest
 from graphcomp.ir.printer import print_program
 from graphcomp.ir.program import Program
 from graphcomp.ir.verify import verify
+from graphcomp.passes.decompose import Decompose
 from graphcomp.passes.manager import PassManager
 from tests.collectives.fake import fake_mesh
 
@@ -170,6 +172,49 @@ def test_equal_collectives_are_not_merged() -> None:
     with fake_mesh(dp=2) as mesh:
         program, _ = captured(lambda h: gc.all_reduce(h, mesh["dp"]) + gc.all_reduce(h, mesh["dp"]), mesh)
         assert issued(program) == [("all_reduce", "dp")] * 4
+
+
+def test_a_checkpointed_collective_is_issued_again_as_in_eager() -> None:
+    with fake_mesh(dp=2) as mesh:
+        run = lambda x: gc.all_reduce(x.sin(), mesh).cos()  # noqa: E731
+        program, _ = captured(lambda h: checkpoint(run, h, use_reentrant=False), mesh)
+        assert issued(program) == [("all_reduce", "dp")] * 3
+
+
+class Normed(nn.Module):
+    """Batch norm writes its statistics, which functionalization replays the whole program to remove."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.norm, self.mesh = nn.BatchNorm1d(12), mesh
+
+    def forward(self, h: Tensor) -> Tensor:
+        gc.all_reduce(h.detach(), self.mesh, "max")
+        return gc.reduce_scatter(self.norm(gc.all_gather(h, self.mesh, dim=1)), self.mesh, dim=1)
+
+
+def test_collectives_outlive_passes_that_trace_again() -> None:
+    with fake_mesh(dp=2) as mesh:
+        program, _ = captured(Normed(mesh), mesh)
+    decomposed = PassManager([Decompose("core")], given=["functional"]).run(program)
+    names = ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"]
+    names += ["all_gather_into_tensor", "reduce_scatter_tensor"]
+    assert issued(program) == issued(decomposed) == [(name, "dp") for name in names]
+
+
+def test_splits_may_be_sizes() -> None:
+    with fake_mesh(dp=2) as mesh:
+
+        def then(h: Tensor) -> Tensor:
+            rows = h.shape[0]
+            return gc.all_to_all(h, mesh, [rows - 2, rows - 2], [rows - 2, 2])
+
+        program, joint = captured(then, mesh)
+    text = print_program(program, notes=False)
+    assert "= _c10d_functional.all_to_all_single(%addmm, [%sub, %sub], [%sub, 2], dp)" in text
+    assert "= _c10d_functional.all_to_all_single(%mul_1, [%sub, 2], [%sub, %sub], dp)" in text
+    batch = {"[0]": torch.ones(9, 4)}
+    assert joint.sizes.accepts(joint.sizes.bind(batch), batch)
 
 
 def unwaited(h: Tensor, group: str) -> Tensor:
