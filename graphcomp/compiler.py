@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +22,6 @@ from graphcomp.dataparallel.step import DataParallel
 from graphcomp.errors import StepError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
-from graphcomp.ir.program import Program
 from graphcomp.ir.verify import verify
 from graphcomp.partition import Partitioned, partition
 from graphcomp.partition.homes import Homes, homes_of
@@ -105,7 +106,7 @@ class GraphCompiler:
 
         training: with its backward; otherwise forward and loss only.
         """
-        with self.progress.work("capturing", "captured the joint program"):
+        with self.progress.work("capturing", "captured the joint program"), _no_collection():
             joint = capture(self.model, self.loss_fn, example, training=training, device=device)
             self.traces += 1
             manager = PassManager(joint_passes(self.is_cut))
@@ -125,7 +126,7 @@ class GraphCompiler:
         if outputs not in one.partitions:
             homes = self.homes if self.is_cut else None
             cut = partition(one.joint, self.plan.stage_count, self.plan.split, outputs=outputs, homes=homes)
-            for program in stage_programs(cut):
+            for program in cut.programs:
                 verify(program, made_by="partition")
             one.partitions[outputs] = cut
             self.homes = homes_of(cut.stages) | self.homes
@@ -209,6 +210,19 @@ class GraphCompiler:
             self.progress.say(f"compiled {event.program} in {event.seconds:.1f} s")
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without cyclic garbage collection: a trace makes many objects that stay, and looking through them again and again
+    takes a sixth of a first capture's time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 @dataclass(frozen=True)
 class RankPrograms:
     """The schedule of a step, and the programs of one or all ranks."""
@@ -218,11 +232,3 @@ class RankPrograms:
 
     def __str__(self) -> str:
         return "\n".join([self.schedule.text(), *map(str, self.ranks)])
-
-
-def stage_programs(partitioned: Partitioned) -> list[Program]:
-    """All programs of all stages, each once, in order."""
-    found = [partitioned.prologue] if partitioned.prologue is not None else []
-    for stage in partitioned.stages:
-        found += [p for p in (stage.forward, stage.backward, stage.fused) if p is not None]
-    return list({id(program): program for program in found}.values())
