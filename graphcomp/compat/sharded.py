@@ -16,8 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _other_types
+from torch.utils._pytree import tree_leaves
 
 from graphcomp.errors import StateError
 
@@ -48,26 +50,22 @@ class SlotlessDTensor(torch.Tensor):
     _raise_if_contains_partial_placements = DTensor._raise_if_contains_partial_placements
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if get_proxy_mode() is not None:
+            _refuse_to_be_traced(args)
         if func is torch.ops.aten.copy_.default and type(args[0]) is cls:
             args = (args[0], rows_like(args[0], args[1]), *args[2:])
         return DTensor.__torch_dispatch__(func, types, args, kwargs or {})
 
     @property
-    def data(self) -> Any:  # type: ignore[override]
+    def data(self) -> Any:
         """A DTensor of the same memory. Assigned: a DTensor split alike, or a whole tensor, whose rows are copied."""
         return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         rows = rows_like(self, value)
-        same = isinstance(rows, DTensor) and (rows.shape, rows.dtype, rows.device_mesh, rows.placements) == (
-            self.shape,
-            self.dtype,
-            self.device_mesh,
-            self.placements,
-        )
-        if not same:
+        if not isinstance(rows, DTensor) or _kind(rows) != _kind(self):
             raise StateError(
                 "the .data of a sharded parameter was assigned something else than its values",
                 expected=f"{_form(self)}, whole or sharded alike",
@@ -124,7 +122,7 @@ def shard_in_place(
     parameter.__class__ = ShardedParameter  # type: ignore[assignment]
     for types in (_optimizer_types, _other_types):  # as DTensor itself does, or optimizers go one by one on CUDA
         if ShardedParameter not in types:
-            types.append(ShardedParameter)  # type: ignore[arg-type]
+            types.append(ShardedParameter)
 
 
 def local_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -186,9 +184,24 @@ def _dtensor(local: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh, placeme
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
+def _refuse_to_be_traced(args: Any) -> None:
+    """A program has whole parameters as inputs, but only where the code reads them from the model."""
+    found = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, ShardedParameter)), None)
+    raise StateError(
+        "the code uses a sharded parameter that it does not read as an attribute of the model",
+        expected="self.weight in a forward, or model.layer.weight in the loss function",
+        got="one held by a plain list or dict, a closure or a global" + ("" if found is None else f": {_form(found)}"),
+        do="read it from its module where it is used",
+    )
+
+
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """What a user has set on a parameter."""
     return {key: value for key, value in vars(tensor).items() if key not in (*FIELDS, "_is_param")}
+
+
+def _kind(tensor: Any) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements
 
 
 def _form(tensor: torch.Tensor) -> str:

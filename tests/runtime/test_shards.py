@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphcomp.capture import capture
 from graphcomp.capture.guards import ModelGuard
@@ -55,6 +56,14 @@ def test_a_parameter_becomes_a_dtensor_and_stays_itself(mesh: DeviceMesh) -> Non
         assert torch.equal(full(parameter), values[name])
     assert model.up.weight.note == "mine"  # type: ignore[comparison-overlap]
     assert (model.up.weight.placements, model.up.weight.device_mesh) == ((Shard(0),), mesh)
+
+
+def test_the_memory_of_the_whole_is_let_go(mesh: DeviceMesh) -> None:
+    model = uneven()
+    model.up.weight.grad = torch.ones(5, 3)
+    whole = [StorageWeakRef(t.untyped_storage()) for t in (model.up.weight, model.up.weight.grad, model.down.weight)]
+    shard_parameters(model, mesh)
+    assert all(storage.expired() for storage in whole)
 
 
 def test_what_is_sharded_already_stays(mesh: DeviceMesh) -> None:
@@ -141,6 +150,17 @@ def test_the_joint_program_is_that_of_the_whole_parameters(mesh: DeviceMesh, nam
     assert digest(after.program) == digest(before.program)
     assert guard.key() == key
     assert guard.key() is guard.key()  # and the quick comparison holds
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("held", ["frozen", "up.weight"])
+def test_code_that_holds_a_sharded_parameter_by_itself(mesh: DeviceMesh, held: str, training: bool) -> None:
+    model = uneven()
+    shard_parameters(model, mesh)
+    weight = model.get_parameter(held)
+    with pytest.raises(StateError, match="sharded parameter that it does not read as an attribute"):
+        capture(model, lambda output, batch: output.sum() * weight.sum(), torch.ones(3, 3), training=training)
+    capture(model, lambda output, batch: output.sum() * model.up.weight.sum() * model.frozen.sum(), torch.ones(3, 3))
 
 
 # What becomes of a sharded parameter in the user's hands
