@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,8 @@ class Options:
     training: bool = True
     outputs: str = "none"
     loss_scale: float = 1.0
+    tokens: tuple[str, ...] = ()
+    """The losses whose denominators the caller gives."""
 
     @property
     def keeps(self) -> bool:
@@ -93,7 +96,7 @@ class Engine:
         self._scales: dict[tuple[float, torch.dtype], torch.Tensor] = {}
 
     def bind(self, dispatcher: Dispatcher, given: Sequence[Iterable[Any]], options: Options) -> BoundStep:
-        """Select specialisations and prepare them; again while compiling adds conditions that a microbatch breaks.
+        """Select specialisations and prepare them, until no rank has anything new to prepare.
 
         given: the microbatches of each pipeline in this process. What cannot be bound leaves no specialisation behind,
         on any rank.
@@ -118,13 +121,12 @@ class Engine:
                 self.state.refresh()
                 self.followed = dispatcher.state
             lines = [[one.specialisation for one in line] for line in bound]
-            if is_new:
-                self.preparation.compile(lines, options.keeps)
-            if not is_new or all(
-                one.specialisation.joint.sizes.accepts(one.sizes, one.leaves) for line in bound for one in line
-            ):
+            if not is_new:
                 prepared = self.preparation.link(lines, options.keeps, ranks)
+                self._check_tokens(options, prepared[0])
                 return BoundStep(tuple(self._lines(bound, prepared, ranks)), ranks, options)
+            # Compiling may add conditions that a microbatch of some rank breaks: all ranks select once more.
+            self.preparation.compile(lines, options.keeps)
         raise StepError("compiling keeps adding conditions that the microbatches do not meet")
 
     def _lines(
@@ -153,13 +155,13 @@ class Engine:
         each = tuple((one.specialisation.number, *one.sizes.values()) for one in bound)
         word = "a training" if options.training else "an evaluation"
         lines = [
-            f"{word} step, outputs={options.outputs!r}, loss_scale={options.loss_scale}",
+            f"{word} step, outputs={options.outputs!r}, loss_scale={options.loss_scale}, tokens of {options.tokens}",
             f"{len(bound)} microbatches",
             *(f"microbatch {i}: specialisation {n}, sizes {sizes}" for i, (n, *sizes) in enumerate(each)),
         ]
-        kinds = ("none", "local", "all")
+        kinds, names = ("none", "local", "all"), options.tokens
         return Intent(
-            common=(options.training, kinds.index(options.outputs), options.loss_scale),
+            common=(options.training, kinds.index(options.outputs), options.loss_scale, crc32(repr(names).encode())),
             own=each,
             text="\n".join(lines),
             contribution=self.preparation.contribution(specialisations).number,
@@ -176,12 +178,25 @@ class Engine:
                 do="give every data rank the same number, or leave `regather` out",
             )
 
-    def run(self, step: BoundStep, tokens: Mapping[str, Any] | None = None) -> Ran:
+    def _check_tokens(self, options: Options, prepared: Prepared) -> None:
+        known = [loss.name for loss in prepared.total.losses]
+        unknown = sorted(set(options.tokens) - set(known))
+        if unknown:
+            raise StepError(
+                f"the step has no loss named {', '.join(map(repr, unknown))}",
+                where="step(..., tokens=...)",
+                expected=f"names from {', '.join(map(repr, known))}",
+                got=", ".join(map(repr, options.tokens)),
+                do="give what step.count(microbatches) returns",
+            )
+
+    def run(self, step: BoundStep, tokens: Mapping[str, torch.Tensor] | None = None) -> Ran:
         """Run it. tokens: denominators in the place of the step's own counts. Writes to nothing of the model."""
         executors = [executor for line in step.lines for executor in line.prepared.executors]
         try:
             counts, collectives = self.count(step)
-            counts = self.counting.replaced(counts, tokens)
+            if tokens:
+                counts = self.counting.replaced(counts, tokens)
             seeds = self._seeds(step)
             for line in step.lines:
                 inputs = self._inputs(line, counts, seeds, step.options.loss_scale)

@@ -83,7 +83,8 @@ class CompiledStep:
                 "a training step was called under no_grad",
                 do="call step.evaluate(microbatches) to evaluate, or leave the no_grad block",
             )
-        return self._run(microbatches, Options(True, outputs, loss_scale), tokens)
+        given = _denominators(tokens or {})
+        return self._run(microbatches, Options(True, outputs, loss_scale, tuple(sorted(given))), given)
 
     def count(self, microbatches: Iterable[Any]) -> dict[str, torch.Tensor]:
         """What a step over these microbatches divides each loss by: its tokens, over all data ranks.
@@ -96,7 +97,7 @@ class CompiledStep:
     def evaluate(self, microbatches: Iterable[Any], outputs: Outputs = "none") -> StepResult:
         """Forward and loss only, in eval mode; changes neither gradients, nor buffers, nor the model's modes."""
         with evaluation_mode(self.model):
-            return self._run(microbatches, Options(False, outputs), None)
+            return self._run(microbatches, Options(False, outputs), {})
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The user's own parameters that this rank owns, by original name, in the model's order.
@@ -126,7 +127,7 @@ class CompiledStep:
         from graphcomp.inspect import explain
 
         prepared = self._compiled()
-        return explain(prepared.partitioned[-1], self.plan, microbatches=len(self.latest))
+        return explain(prepared.partitioned[-1], self.plan, prepared.programs.schedule, prepared.data)
 
     def dump(self, folder: str | Path) -> list[Path]:
         """Write every program, in order, as text; returns the files.
@@ -138,9 +139,9 @@ class CompiledStep:
         prepared = self._compiled()
         if self.rank is not None:
             folder = Path(folder) / f"rank_{self.rank}"
-        return dump_step(folder, self.compiler, prepared.programs, self.explain())
+        return dump_step(folder, self.compiler, prepared.programs, self.explain(), prepared.data)
 
-    def _run(self, microbatches: Iterable[Any], options: Options, tokens: Mapping[str, Any] | None) -> StepResult:
+    def _run(self, microbatches: Iterable[Any], options: Options, tokens: Mapping[str, torch.Tensor]) -> StepResult:
         scale = options.loss_scale
         if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
             raise PlanError("loss_scale is a finite number", got=repr(scale), do="read a tensor with float() first")
@@ -173,6 +174,23 @@ class CompiledStep:
             return None
         self._compiled()
         return {name for name, stages in self.compiler.homes.items() if self.layout.rank in stages}
+
+
+def _denominators(tokens: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """As 0-dim tensors. Raises PlanError for what is no number that a loss could be divided by."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in tokens.items():
+        number = isinstance(value, torch.Tensor | int | float) and not isinstance(value, bool)
+        given = torch.as_tensor(value) if number else None
+        if given is None or given.dim() or given.is_complex() or given.dtype is torch.bool:
+            raise PlanError(
+                f"the tokens of loss '{name}' are one number",
+                where="step(..., tokens=...)",
+                expected="a number, or a 0-dim tensor, as step.count(microbatches) returns",
+                got=repr(value) if given is None else f"a {given.dtype} tensor of shape {tuple(given.shape)}",
+            )
+        found[name] = given
+    return found
 
 
 def compile_train_step(

@@ -9,7 +9,7 @@ import torch
 
 from graphcomp.compat.collective_operators import ALL_REDUCE, WAIT
 from graphcomp.dataparallel.contribution import Contribution
-from graphcomp.errors import LossError, StepError
+from graphcomp.errors import StepError
 from graphcomp.ir import signature as role
 from graphcomp.ir.interp import boxed_callable
 from graphcomp.ir.program import Program
@@ -42,29 +42,12 @@ class Counting:
 
         return count(total.losses, counted, self.layout.device, total.floating, reduce), used
 
-    def replaced(self, counts: Counts, tokens: Mapping[str, Any] | None) -> Counts:
-        """The counts with the denominators that the caller gives."""
-        if tokens is None:
-            return counts
-        unknown = sorted(tokens.keys() - counts.tokens.keys())
-        if unknown:
-            raise StepError(
-                f"the step has no loss named {', '.join(map(repr, unknown))}",
-                where="step(..., tokens=...)",
-                expected=f"names from {', '.join(map(repr, counts.tokens))}",
-                got=", ".join(map(repr, tokens)),
-                do="give what step.count(microbatches) returns",
-            )
+    def replaced(self, counts: Counts, tokens: Mapping[str, torch.Tensor]) -> Counts:
+        """The counts with the denominators that the caller gives: 0-dim tensors."""
         found = dict(counts.tokens)
-        for name, value in tokens.items():
-            given = torch.as_tensor(value, device=self.layout.device)
-            if given.dim() or given.is_complex():
-                raise LossError(
-                    f"the tokens of loss '{name}' are one number",
-                    expected="a 0-dim tensor or a number",
-                    got=given.shape,
-                )
-            found[name] = given.to(found[name].dtype if not given.is_floating_point() else torch.float64)
+        for name, given in tokens.items():
+            wide = torch.float64 if given.is_floating_point() else found[name].dtype
+            found[name] = given.to(self.layout.device, wide)
         below = {name: torch.where(value == 0, torch.ones_like(value), value) for name, value in found.items()}
         return Counts(found, below)
 

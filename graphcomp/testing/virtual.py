@@ -58,14 +58,14 @@ class VirtualStep:
         outputs: str = "none",
         *,
         loss_scale: float = 1.0,
-        tokens: Mapping[str, Any] | None = None,
+        tokens: Mapping[str, torch.Tensor] | None = None,
     ) -> Ran:
         """One step. Buffers are written as a step does, `.grad` is not; gradients are in the result, whole.
 
         microbatches: with several data ranks, a list for each of them; outputs and the shares of the microbatches then
         come in order of data ranks.
         """
-        step = self.bind(microbatches, Options(True, outputs, loss_scale))
+        step = self.bind(microbatches, Options(True, outputs, loss_scale, tuple(sorted(tokens or {}))))
         self.latest = [one for line in step.lines for one in line.bound]
         ran = self._engine.run(step, tokens)
         self._engine.state.commit({}, ran.buffers)

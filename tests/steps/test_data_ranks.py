@@ -178,7 +178,7 @@ def test_a_loss_and_a_parameter_that_only_one_data_rank_has(order: tuple[str, st
 def test_shared_counts_make_two_calls_one_step() -> None:
     step = VirtualStep(Weight(), weighted, plan=gc.Plan(backend="eager", quiet=True), data_ranks=2)
     halves = [[[line[i]] for line in UNEQUAL] for i in range(2)]
-    found = [step.run(half, tokens={"loss": 8}) for half in halves]
+    found = [step.run(half, tokens={"loss": torch.tensor(8)}) for half in halves]
     assert sum(ran.gradients["w"].item() for ran in found) == 2.75
     assert sum(ran.result.loss.item() for ran in found) == 2.75
     assert [ran.result.tokens["loss"].item() for ran in found] == [8, 8]
