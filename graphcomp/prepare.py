@@ -117,13 +117,13 @@ class Preparation:
         for members in shared:
             for _, found in members:
                 self._contributions |= {one.number: one for one in found}
+        if self.compiler.plan.parameters == "shard" and self.layout.data_mesh is not None and not self._sharded:
+            shard_parameters(self.compiler.model, self.layout.data_mesh)
+            self._sharded = True
         for key, one in made.items():
             while len(self._compiled) >= KEPT:
                 del self._compiled[next(iter(self._compiled))]
             self._compiled[key] = one
-        if self.compiler.plan.parameters == "shard" and self.layout.data_mesh is not None and not self._sharded:
-            shard_parameters(self.compiler.model, self.layout.data_mesh)
-            self._sharded = True
         self.state.refresh()
 
     def _share_homes(self, specialisations: Sequence[Specialisation], outputs: bool) -> Mapping[str, tuple[int, ...]]:

@@ -114,7 +114,8 @@ class _Snapshot:
     def look(self) -> list[list[Any]]:
         """What can change in a parameter that stays the same object.
 
-        Dtype and device change only with new memory (`p.data = ...`), and its address is quick to read.
+        A device changes only with new memory (`p.data = ...`), and its address is quick to read. That of a sharded
+        parameter says nothing, so dtypes are read too.
         """
         return [list(map(read, self.tensors)) for read in _LOOKS]
 
@@ -124,6 +125,7 @@ _LOOKS = (
     internals.hooks_of,
     internals.accumulate_hooks_of,
     torch.Tensor.data_ptr,
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
     torch.Tensor.size,
     torch.Tensor.stride,
 )

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from graphcomp.compiler import GraphCompiler
 from graphcomp.dispatch import Bound, Dispatcher
 from graphcomp.engine import BoundStep, Engine, Options, Ran
-from graphcomp.errors import BatchError
+from graphcomp.errors import BatchError, StateError
 from graphcomp.plan import Plan
 from graphcomp.runtime.layout import Layout, make_layout
 from graphcomp.runtime.result import StepResult
@@ -32,6 +33,15 @@ class VirtualStep:
         plan: Plan | None = None,
         data_ranks: int = 1,
     ) -> None:
+        sharded = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
+        if sharded is not None:
+            raise StateError(
+                "virtual ranks need the whole model in this process",
+                where=f"parameter '{sharded}'",
+                expected="plain parameters",
+                got="a parameter of which this rank holds some rows",
+                do="build the model anew and load its full state dict",
+            )
         plan = replace(plan or Plan(), mesh=None, stages=(plan or Plan()).stage_count)
         self.model, self.plan, self.data_ranks = model, plan, data_ranks
         self.compiler = GraphCompiler(model, loss_fn, plan, data_ranks=data_ranks)
