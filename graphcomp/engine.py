@@ -282,7 +282,7 @@ class Engine:
         for result in results:
             buffers |= result.buffers
         first = closed[0]
-        result = StepResult(
+        reported = StepResult(
             first.loss,
             first.losses,
             counts.tokens,
@@ -291,7 +291,7 @@ class Engine:
             tuple(kept) if step.options.keeps else None,
         )
         return Ran(
-            result,
+            reported,
             _gradients(step.lines, by_line),
             buffers,
             sum(result.messages for result in results),

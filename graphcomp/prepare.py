@@ -120,10 +120,10 @@ class Preparation:
         if self.compiler.plan.parameters == "shard" and self.layout.data_mesh is not None and not self._sharded:
             shard_parameters(self.compiler.model, self.layout.data_mesh)
             self._sharded = True
-        for key, one in made.items():
+        for key, compiled in made.items():
             while len(self._compiled) >= KEPT:
                 del self._compiled[next(iter(self._compiled))]
-            self._compiled[key] = one
+            self._compiled[key] = compiled
         self.state.refresh()
 
     def _share_homes(self, specialisations: Sequence[Specialisation], outputs: bool) -> Mapping[str, tuple[int, ...]]:

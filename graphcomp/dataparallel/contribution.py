@@ -42,8 +42,10 @@ def contribution(joints: Iterable[Joint]) -> Contribution:
         for what, node in joint.program.output_items():
             if isinstance(what, role.Grad) and node is not None:
                 gradients[what.name] = None
-            elif isinstance(what, role.Tokens) and meta.value(node).dtype.is_floating_point:
-                floating.add(what.loss)
+            elif isinstance(what, role.Tokens):
+                count = meta.tensor(node)
+                if count is not None and count.dtype.is_floating_point:
+                    floating.add(what.loss)
     return Contribution(
         losses=tuple(dict.fromkeys(spec for joint in found for spec in joint.losses)),
         metrics=tuple(dict.fromkeys(spec for joint in found for spec in joint.metrics)),

@@ -54,9 +54,11 @@ class Counting:
     def _prologue(self, one: MicrobatchInputs, cut: Partitioned) -> dict[str, torch.Tensor]:
         if cut.prologue is None:
             return {}
-        program, call = self._callables.get(id(cut.prologue), (None, None))
-        if program is not cut.prologue:
-            program, call = self._callables[id(cut.prologue)] = cut.prologue, boxed_callable(cut.prologue)
+        program = cut.prologue
+        known, call = self._callables.get(id(program), (None, None))
+        if call is None or known is not program:
+            call = boxed_callable(program)
+            self._callables[id(program)] = program, call
         with torch.no_grad():
             values = call([_input(what, one, cut) for what in program.inputs])
         return {
