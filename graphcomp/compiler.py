@@ -51,7 +51,8 @@ def joint_passes(seeded: bool) -> list[Pass]:
 class Specialisation:
     """One captured joint program with all that was made from it so far.
 
-    partitions: by whether the model's outputs are kept. callables: what this rank has compiled.
+    partitions: by whether the model's outputs are kept. callables: what this rank has compiled. kind: what it was
+    captured from, as text; where that is equal in two processes, so are the programs.
     """
 
     number: int
@@ -59,6 +60,7 @@ class Specialisation:
     passes: tuple[Record, ...] = ()
     partitions: dict[bool, Partitioned] = field(default_factory=dict)
     callables: dict[tuple[bool, int, RunKind], Boxed] = field(default_factory=dict)
+    kind: str = ""
 
     def read_captured(self) -> dict[str, torch.Tensor]:
         """The tensors that user code reaches by itself, as they are now. Raises GuardError if one has another form."""
@@ -133,12 +135,14 @@ class GraphCompiler:
         return one.partitions[outputs]
 
     def follow(self, homes: Homes, specialisations: Sequence[Specialisation], outputs: bool) -> None:
-        """Take over the homes that all data ranks have agreed on; cut anew what was cut otherwise."""
+        """Take over the homes that all data ranks have agreed on; cut what is not cut, or was cut otherwise."""
         self.homes = dict(homes)
         for one in specialisations:
-            own = homes_of(one.partitions[outputs].stages)
-            if any(not set(stages) <= set(homes[name]) for name, stages in own.items()):
-                del one.partitions[outputs]
+            own = homes_of(one.partitions[outputs].stages) if outputs in one.partitions else {}
+            if own and all(set(stages) <= set(self.homes.get(name, stages)) for name, stages in own.items()):
+                self.homes = own | self.homes
+            else:
+                one.partitions.pop(outputs, None)
                 self.partition(one, outputs=outputs)
 
     def schedule(self, partitioned: Sequence[Partitioned]) -> Schedule:

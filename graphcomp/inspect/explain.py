@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch.fx import Node
 
 from graphcomp import schedule as schedules
+from graphcomp.compat.symbols import hint
+from graphcomp.dataparallel.step import DataParallel
+from graphcomp.inspect.data_ranks import bytes_of, data_ranks
 from graphcomp.inspect.table import columns, count, ranges, shorten, size, wrapped
 from graphcomp.ir import meta, spelling
 from graphcomp.ir import signature as role
@@ -17,19 +21,21 @@ from graphcomp.plan import Plan
 from graphcomp.schedule import Cost, Kind, Schedule
 
 
-def explain(partitioned: Partitioned, plan: Plan, microbatches: int = 4) -> str:
-    """The plan of a step of `microbatches` microbatches as text, the same on every run and every rank.
+def explain(partitioned: Partitioned, plan: Plan, schedule: Schedule, data: DataParallel | None = None) -> str:
+    """The plan of a step as text, the same on every run and every rank.
 
-    All numbers are estimates at the sizes of the example microbatch; none is measured. At most 110 columns wide.
+    schedule: with its transfers, as `GraphCompiler.schedule` makes it. data: what the step does over data ranks, if
+    there are several. All numbers are estimates at the sizes of the example microbatch; none is measured. At most 110
+    columns wide.
     """
-    return "\n".join(_lines(partitioned, plan, microbatches)) + "\n"
+    return "\n".join(_lines(partitioned, plan, schedule, data)) + "\n"
 
 
-def _lines(cut: Partitioned, plan: Plan, microbatches: int) -> Iterator[str]:
+def _lines(cut: Partitioned, plan: Plan, schedule: Schedule, data: DataParallel | None) -> Iterator[str]:
     symbols = spelling.Symbols(cut.joint.program)
-    stages = [_StageFacts(stage, cut) for stage in cut.stages]
-    schedule = build_schedule(cut, plan.schedule, microbatches)
-    head = f"plan: {len(stages)} stage{'s' * (len(stages) > 1)}, schedule {plan.schedule}, parameters {plan.parameters}"
+    stages = [_StageFacts(stage, plan, data) for stage in cut.stages]
+    parameters = plan.parameters if data is not None or plan.parameters == "replicate" else "whole (one data rank)"
+    head = f"plan: {len(stages)} stage{'s' * (len(stages) > 1)}, schedule {plan.schedule}, parameters {parameters}"
     yield f"{head}, backend {plan.backend}"
     yield "estimates at the sizes of the example microbatch"
     yield from ("", "stages")
@@ -44,15 +50,20 @@ def _lines(cut: Partitioned, plan: Plan, microbatches: int) -> Iterator[str]:
     yield from ("", "shared parameters")
     shared = [(name, where) for name, where in cut.parameter_stages.items() if len(where) > 1]
     yield from columns([(name, f"stages {_numbers(where)}") for name, where in shared]) or ["  none"]
+    if data is not None:
+        yield from ("", "data ranks")
+        yield from data_ranks(data, schedule)
     yield from ("", "results")
     yield from columns(list(_results(cut)))
     yield from ("", "schedule")
-    yield from (shorten(f"  {line}") for line in schedule.text().splitlines())
+    yield from (shorten(f"  {line}") for line in _computations(schedule).text().splitlines())
     yield from ("", "predicted")
-    yield from _predicted(stages, schedule)
+    yield from _predicted(stages, schedule, data)
     yield from ("", "sizes")
+    example = dict(_example(cut))
     for symbol, (path, dimension) in cut.joint.sizes.symbols.items():
-        yield shorten(f"  {symbols.rename(symbol)} = {path}.shape[{dimension}]")
+        shown = f", {example[symbol]} in the example" if symbol in example else ""
+        yield shorten(f"  {symbols.rename(symbol)} = {path}.shape[{dimension}]{shown}")
     if not cut.joint.sizes.symbols:
         yield "  all fixed"
     conditions = [cut.joint.sizes.readable(condition) for condition in cut.joint.sizes.conditions]
@@ -60,17 +71,23 @@ def _lines(cut: Partitioned, plan: Plan, microbatches: int) -> Iterator[str]:
 
 
 class _StageFacts:
-    """The numbers of one stage."""
+    """The numbers of one stage. held: bytes of parameters between steps. gathered: of whole ones, within a step."""
 
-    def __init__(self, stage: Stage, cut: Partitioned) -> None:
+    def __init__(self, stage: Stage, plan: Plan, data: DataParallel | None) -> None:
         self.stage = stage
-        programs = [stage.forward, *([stage.backward] if stage.backward is not None else [])]
-        inputs = {what: node for program in programs for what, node in program.input_nodes()}
-        weights = {what: node for what, node in inputs.items() if isinstance(what, role.Param)}
+        inputs = {what: node for program in stage.programs for what, node in program.input_nodes()}
+        weights = {what.name: node for what, node in inputs.items() if isinstance(what, role.Param)}
         self.parameters = sum(_elements(node) for node in weights.values())
         self.parameter_bytes = sum(size_bytes(node) for node in weights.values())
-        trained = {what.name for program in programs for what in program.outputs if isinstance(what, role.Grad)}
-        self.gradient_bytes = sum(size_bytes(node) for what, node in weights.items() if what.name in trained)
+        sharded = {} if data is None else {name: of for name, of in data.sharded.items() if name in weights}
+        self.gathered_bytes = bytes_of(of.spec for of in sharded.values())
+        rows = bytes_of(replace(of.spec, shape=of.padded) for of in sharded.values())
+        self.held_bytes = self.parameter_bytes - self.gathered_bytes + rows
+        trained = {what.name for program in stage.programs for what in program.outputs if isinstance(what, role.Grad)}
+        if data is not None:  # other data ranks may have gradients that no microbatch here has
+            trained |= weights.keys() & set(data.reduced_on(stage.index))
+        itemsize = None if plan.accumulate_dtype is None else plan.accumulate_dtype.itemsize
+        self.gradient_bytes = sum(_size(weights[name], itemsize) for name in sorted(trained))
         self.forward_flops = _work(stage.forward)
         self.backward_flops = _work(stage.backward) if stage.backward is not None else 0
         self.flops = self.forward_flops + self.backward_flops
@@ -97,11 +114,10 @@ class _StageFacts:
             yield "    no backward: nothing here or before is trained"
 
 
-def build_schedule(cut: Partitioned, name: str, microbatches: int) -> Schedule:
-    """The schedule of the stages' computations, without messages: stages with nothing to train have no backward."""
-    idle = [stage.index for stage in cut.stages if stage.backward is None]
-    built = schedules.get(name).build(len(cut.stages), microbatches)
-    return schedules.fuse(schedules.without_backward(built, idle) if idle else built)
+def _computations(schedule: Schedule) -> Schedule:
+    """The schedule without its transfers, which say nothing that the cuts do not."""
+    ranks = (tuple(action for action in actions if not action.kind.is_transfer) for actions in schedule.ranks)
+    return replace(schedule, ranks=tuple(ranks), forward_edges=None, backward_edges=None)
 
 
 def _modules(program: Program) -> list[str]:
@@ -121,7 +137,7 @@ def _modules(program: Program) -> list[str]:
 
 def _cuts(cut: Partitioned, symbols: spelling.Symbols) -> Iterator[str]:
     rows: list[tuple[object, ...]] = []
-    nodes = {node.name: node for stage in cut.stages for p in _programs(stage) for node in p.graph.nodes}
+    nodes = {node.name: node for stage in cut.stages for p in stage.programs for node in p.graph.nodes}
     for table, word in ((cut.forward_boundaries, "activation"), (cut.backward_boundaries, "gradient")):
         for _, boundary in sorted(table.items(), key=lambda item: min(item[1].source, item[1].target)):
             rows += _crossing(boundary, word, nodes, symbols)
@@ -149,26 +165,35 @@ def _results(cut: Partitioned) -> Iterator[tuple[object, ...]]:
         yield f"metric {metric.name}", metric.reduction, f"stage {owners[role.Metric(metric.name)]}"
 
 
-def _predicted(stages: list[_StageFacts], schedule: Schedule) -> Iterator[str]:
-    """Bubble and memory of every rank when a FLOP takes the same time everywhere and messages take none."""
+def _example(cut: Partitioned) -> Iterator[tuple[str, int]]:
+    """What the sizes were in the microbatch that the joint program was captured from."""
+    inputs = dict(cut.joint.program.input_nodes())
+    for symbol, (path, dimension) in cut.joint.sizes.symbols.items():
+        leaf = inputs.get(role.BatchLeaf(path))
+        if leaf is not None:
+            yield symbol, hint(meta.value(leaf).shape[dimension])
+        elif role.Size(symbol) in inputs:
+            yield symbol, hint(meta.value(inputs[role.Size(symbol)]))
+
+
+def _predicted(stages: list[_StageFacts], schedule: Schedule, data: DataParallel | None) -> Iterator[str]:
+    """Bubble and memory of every rank when a FLOP takes the same time everywhere and communication takes none."""
     seconds: dict[tuple[int, Kind], float] = {}
     for facts in stages:
         seconds[facts.stage.index, Kind.F] = float(facts.forward_flops)
         seconds[facts.stage.index, Kind.B] = float(facts.backward_flops)
     kept = {facts.stage.index: facts.saved_bytes for facts in stages}
     found = schedules.simulate(schedule, Cost(seconds, kept_bytes=kept))
-    rows: list[tuple[object, ...]] = [("", "bubble", "in flight", "parameters", "gradients", "saved", "peak memory")]
+    shards = data is not None and bool(data.sharded)
+    names = ("parameters", *(("gathered",) if shards else ()), "gradients", "saved", "peak memory")
+    rows: list[tuple[object, ...]] = [("", "bubble", "in flight", *names)]
     for rank, times in enumerate(found.ranks):
-        held = [facts for facts in stages if schedule.rank_of(facts.stage.index) == rank]
-        parameters, gradients = sum(f.parameter_bytes for f in held), sum(f.gradient_bytes for f in held)
-        memory = parameters + gradients + times.peak_bytes
-        sizes = map(size, (parameters, gradients, times.peak_bytes, memory))
-        rows.append((f"rank {rank}", f"{100 * times.bubble:.1f} %", times.peak_in_flight, *sizes))
-    yield from columns(rows, right=range(1, 7))
-
-
-def _programs(stage: Stage) -> list[Program]:
-    return [stage.forward, *([stage.backward] if stage.backward is not None else [])]
+        own = [facts for facts in stages if schedule.rank_of(facts.stage.index) == rank]
+        held, gathered = sum(f.held_bytes for f in own), sum(f.gathered_bytes for f in own)
+        parts = [held, *([gathered] if shards else []), sum(f.gradient_bytes for f in own), times.peak_bytes]
+        numbers = map(size, (*parts, sum(parts)))
+        rows.append((f"rank {rank}", f"{100 * times.bubble:.1f} %", times.peak_in_flight, *numbers))
+    yield from columns(rows, right=range(1, len(rows[0])))
 
 
 def _work(program: Program) -> int:
@@ -178,6 +203,11 @@ def _work(program: Program) -> int:
 def _elements(node: Node) -> int:
     value = meta.tensor(node)
     return 0 if value is None else value.numel()
+
+
+def _size(node: Node, itemsize: int | None) -> int:
+    """Bytes of a parameter's gradient, of this element size (None: the parameter's own)."""
+    return size_bytes(node) if itemsize is None else _elements(node) * itemsize
 
 
 def _numbers(stages: tuple[int, ...]) -> str:

@@ -7,22 +7,34 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from graphcomp.dataparallel.step import DataParallel
 from graphcomp.inspect.dump import Text, dump
 from graphcomp.partition.stages import Partitioned
 from graphcomp.passes.manager import Record
+from graphcomp.runtime.step_calls import step_programs
 
 if TYPE_CHECKING:
     from graphcomp.compiler import GraphCompiler, RankPrograms, Specialisation
 
 
 def dump_step(
-    folder: str | os.PathLike[str], compiler: GraphCompiler, programs: RankPrograms, plan_text: str
+    folder: str | os.PathLike[str],
+    compiler: GraphCompiler,
+    programs: RankPrograms,
+    plan_text: str,
+    data: DataParallel | None = None,
 ) -> list[Path]:
-    """Write the plan, each specialisation's joint program, passes and stage programs, the schedule and the rank
-    programs into `folder`; see `dump`. `plan_text`: what `explain` says. Returns the paths."""
+    """Write the plan, each specialisation's joint program, passes and stage programs, the step programs, the schedule
+    and the rank programs into `folder`; see `dump`. Returns the paths.
+
+    plan_text: what `explain` says. data: what the step does over data ranks, if there are several.
+    """
     texts = [Text("plan", plan_text)]
     for one in compiler.specialisations:
         texts += _specialisation(one, "" if len(compiler.specialisations) == 1 else f"program {one.number} ")
+    if data is not None:
+        stages = range(programs.schedule.stages)
+        texts += [Text(program.name, str(program)) for program in step_programs(data, stages)]
     texts.append(Text("schedule", programs.schedule.text()))
     texts += [Text(f"rank {program.rank}", str(program)) for program in programs.ranks]
     return dump(folder, texts)
@@ -43,11 +55,4 @@ def passes_text(records: Iterable[Record]) -> str:
 
 def stage_texts(cut: Partitioned, prefix: str = "") -> Iterator[Text]:
     """The prologue and every stage's programs, each once."""
-    if cut.prologue is not None:
-        yield Text(f"{prefix}prologue", str(cut.prologue))
-    for stage in cut.stages:
-        yield Text(f"{prefix}stage {stage.index} forward", str(stage.forward))
-        if stage.backward is not None:
-            yield Text(f"{prefix}stage {stage.index} backward", str(stage.backward))
-        if stage.fused is not None and stage.fused is not stage.forward:
-            yield Text(f"{prefix}stage {stage.index} fused", str(stage.fused))
+    return (Text(f"{prefix}{program.name}", str(program)) for program in cut.programs)

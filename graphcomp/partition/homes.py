@@ -24,8 +24,7 @@ def homes_of(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
     found: dict[str, list[int]] = {}
     kinds = (role.Param, role.Buffer, role.Grad, role.BufferUpdate)
     for stage in stages:
-        programs = [stage.forward, *([stage.backward] if stage.backward is not None else [])]
-        names = {what.name for p in programs for what in (*p.inputs, *p.outputs) if isinstance(what, kinds)}
+        names = {what.name for p in stage.programs for what in (*p.inputs, *p.outputs) if isinstance(what, kinds)}
         for name in names:
             found.setdefault(name, []).append(stage.index)
     return {name: tuple(found[name]) for name in sorted(found)}

@@ -56,9 +56,14 @@ class Stage:
     backward: Program | None
     fused: Program | None
 
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """Those that there are, in this order, each once."""
+        fused = None if self.fused is self.forward else self.fused
+        return tuple(program for program in (self.forward, self.backward, fused) if program is not None)
+
     def __str__(self) -> str:
-        programs = [self.forward, self.backward, None if self.fused is self.forward else self.fused]
-        return "\n".join(str(program) for program in programs if program is not None)
+        return "\n".join(map(str, self.programs))
 
 
 @dataclass(frozen=True)
@@ -78,10 +83,14 @@ class Partitioned:
     backward_boundaries: Mapping[int, Boundary]
     parameter_stages: Mapping[str, tuple[int, ...]]
 
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The prologue, then those of each stage, each once."""
+        first = () if self.prologue is None else (self.prologue,)
+        return first + tuple(program for stage in self.stages for program in stage.programs)
+
     def __str__(self) -> str:
-        """The prologue, each stage's programs, then the boundaries."""
+        """The programs, then the boundaries."""
         symbols = Symbols(self.joint.program)
         boundaries = [*self.forward_boundaries.values(), *self.backward_boundaries.values()]
-        parts = [] if self.prologue is None else [str(self.prologue)]
-        parts += map(str, self.stages)
-        return "\n".join([*parts, *(boundary.text(symbols) for boundary in boundaries)]) + "\n"
+        return "\n".join([*map(str, self.programs), *(boundary.text(symbols) for boundary in boundaries)]) + "\n"

@@ -123,7 +123,7 @@ def _given(value: torch.Tensor | None, role: Role, rank: int) -> torch.Tensor:
 
 def _constant(specialisation: Partitioned, name: str) -> torch.Tensor:
     for stage in specialisation.stages:
-        for program in (stage.forward, stage.backward, stage.fused):
-            if program is not None and name in program.constants:
+        for program in stage.programs:
+            if name in program.constants:
                 return program.constants[name]
     return specialisation.joint.program.constants[name]

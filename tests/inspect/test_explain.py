@@ -2,25 +2,105 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from expecttest import TestCase
 
+import graphcomp as gc
+from graphcomp.engine import Ran
 from graphcomp.inspect import explain
 from graphcomp.inspect.table import WIDTH, count, ranges, size
 from graphcomp.partition import partition
-from graphcomp.plan import Plan
+from graphcomp.testing import VirtualStep
 from tests.partition.running import joint_of
 from tests.zoo import ZOO
 
 
 def text(name: str, stages: int, microbatches: int = 4, schedule: str = "1f1b") -> str:
     case = ZOO[name]
-    joint = joint_of(case.build(), case.loss_fn, case.microbatches(1)[0])
-    return explain(partition(joint, stages), Plan(schedule=schedule), microbatches)
+    model, plan = case.build(), gc.Plan(stages=stages, schedule=schedule)
+    cut = partition(joint_of(model, case.loss_fn, case.microbatches(1)[0]), stages)
+    return explain(cut, plan, gc.GraphCompiler(model, case.loss_fn, plan).schedule([cut] * microbatches))
+
+
+def over_data_ranks(name: str, stages: int, counts: tuple[int, ...], **options: Any) -> tuple[list[str], Ran]:
+    """The text of every data rank, and a step."""
+    case = ZOO[name]
+    plan = gc.Plan(stages=stages, backend="eager", quiet=True, **options)
+    step = VirtualStep(case.build(), case.loss_fn, plan=plan, data_ranks=len(counts))
+    given = [case.microbatches(count) for count in counts]
+    prepared = [line.prepared for line in step.bind(given).lines]
+    return [explain(p.partitioned[-1], plan, p.programs.schedule, p.data) for p in prepared], step.run(given)
+
+
+def section(found: str, title: str) -> str:
+    return found.split(f"\n{title}\n")[1].split("\n\n")[0] + "\n"
 
 
 class TestText(TestCase):
     maxDiff = None
+
+    def test_sharded_over_data_ranks(self) -> None:
+        texts, _ = over_data_ranks("tied_gpt", 2, (2, 2), parameters="shard", bucket_bytes=2**16)
+        self.assertEqual(texts[0], texts[1])
+        self.assertExpectedInline(
+            texts[0].splitlines()[0], """plan: 2 stages, schedule 1f1b, parameters shard, backend eager"""
+        )
+        self.assertExpectedInline(
+            section(texts[0], "data ranks"),
+            """\
+  2, parameters sharded, gathered once a step, collectives of up to 64.0 KiB
+           program  collective      tensors  elements      bytes  calls  times a step
+  stage 0  unshard  all_gather           26    29.5 K  115.2 KiB      1             1
+           reduce   reduce_scatter       26    29.5 K  115.2 KiB      3             1
+  stage 1  unshard  all_gather           27    27.5 K  107.5 KiB      1             1
+           reduce   reduce_scatter       26    25.5 K   99.5 KiB      2             1
+""",
+        )
+        self.assertExpectedInline(
+            section(texts[0], "predicted"),
+            """\
+          bubble  in flight  parameters   gathered  gradients      saved  peak memory
+  rank 0  36.5 %          2    57.6 KiB  115.2 KiB  115.2 KiB  196.2 KiB    484.4 KiB
+  rank 1  31.8 %          1    53.8 KiB  107.5 KiB  107.5 KiB  114.3 KiB    383.0 KiB
+""",
+        )
+
+    def test_gathered_for_every_action(self) -> None:
+        texts, _ = over_data_ranks("tied_gpt", 2, (3, 3), parameters="shard", regather=True)
+        self.assertExpectedInline(
+            section(texts[0], "data ranks"),
+            """\
+  2, parameters sharded, gathered for every action, collectives of up to 25.0 MiB
+           program  collective      tensors  elements      bytes  calls  times a step
+  stage 0  unshard  all_gather           26    29.5 K  115.2 KiB      1             6
+           reduce   reduce_scatter       26    29.5 K  115.2 KiB      1             1
+  stage 1  unshard  all_gather           27    27.5 K  107.5 KiB      1             3
+           reduce   reduce_scatter       26    25.5 K   99.5 KiB      1             1
+""",
+        )
+
+    def test_replicated_over_data_ranks(self) -> None:
+        texts, _ = over_data_ranks("half_frozen", 2, (1, 1), accumulate_dtype=torch.float64)
+        self.assertExpectedInline(
+            section(texts[0], "data ranks"),
+            """\
+  2, parameters replicated, collectives of up to 25.0 MiB
+           program  collective  tensors  elements      bytes  calls  times a step
+  stage 0  reduce   all_reduce       12    12.7 K   99.2 KiB      1             1
+  stage 1  reduce   all_reduce       15    14.8 K  115.8 KiB      1             1
+""",
+        )
+        self.assertExpectedInline(
+            section(texts[0], "predicted"),
+            """\
+          bubble  in flight  parameters  gradients     saved  peak memory
+  rank 0  40.9 %          1   164.9 KiB   99.2 KiB  49.0 KiB    313.1 KiB
+  rank 1  59.1 %          1    57.9 KiB  115.8 KiB  65.3 KiB    238.9 KiB
+""",
+        )
 
     def test_tied_gpt(self) -> None:
         self.assertExpectedInline(
@@ -61,8 +141,8 @@ predicted
   rank 1  18.8 %          1   107.5 KiB  107.5 KiB  114.3 KiB    329.3 KiB
 
 sizes
-  s0 = tokens.shape[0]
-  s1 = tokens.shape[1]
+  s0 = tokens.shape[0], 2 in the example
+  s1 = tokens.shape[1], 16 in the example
   if tokens.shape[0] >= 2
   if tokens.shape[1] >= 2
 """,
@@ -111,10 +191,28 @@ predicted
   rank 1  37.9 %          2     4.8 KiB    4.8 KiB  1.6 KiB     11.2 KiB
 
 sizes
-  s0 = [0].shape[0]
+  s0 = [0].shape[0], 3 in the example
   if [0].shape[0] >= 2
 """,
         )
+
+
+@pytest.mark.parametrize("options", [{}, {"parameters": "shard"}, {"parameters": "shard", "regather": True}])
+@pytest.mark.parametrize("name", ["u_shape", "moe"])
+def test_as_many_collectives_as_a_step_issues(name: str, options: dict[str, Any]) -> None:
+    texts, ran = over_data_ranks(name, 2, (2, 2), bucket_bytes=512, **options)
+    rows = [line.split() for line in section(texts[0], "data ranks").splitlines()[2:]]
+    assert ran.collectives == sum(int(row[-2]) * int(row[-1]) for row in rows) * len(texts)
+    assert max(map(len, texts[0].splitlines())) <= WIDTH
+
+
+def test_one_data_rank_shards_nothing() -> None:
+    case, plan = ZOO["mlp"], gc.Plan(parameters="shard", backend="eager", quiet=True)
+    step = gc.compile_train_step(case.build(), case.loss_fn, plan=plan)
+    step.compile(case.microbatches(1)[0])
+    found = step.explain()
+    assert found.splitlines()[0].endswith("parameters whole (one data rank), backend eager")
+    assert "gathered" not in found and "data ranks" not in found.split("\n", 1)[1]
 
 
 @pytest.mark.parametrize("name", ZOO)
