@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "WatchCalls"]
 
 
 class Watch(TorchDispatchMode):
@@ -20,4 +20,17 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.observer(func, result)
+        return result
+
+
+class WatchCalls(TorchDispatchMode):
+    """Within, `observer(operator, arguments, result)` is called after each operator that runs."""
+
+    def __init__(self, observer: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
+        super().__init__()
+        self.observer = observer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.observer(func, args, result)
         return result
