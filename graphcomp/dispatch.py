@@ -79,7 +79,9 @@ class Dispatcher:
         reduced = _reduced(batch, self._read.get(context))
         key, leaves = batch_key(reduced)
         entry = self._entries.setdefault((context, key), _Entry(_places(reduced)))
-        entry.specialisations.append(self.compiler.specialisations[-1])
+        captured = self.compiler.specialisations[-1]
+        captured.kind = f"training={training}, {key}, {joint.sizes.conditions}"
+        entry.specialisations.append(captured)
         found = _serve(entry, leaves)
         if found is None:
             sizes = entry.specialisations[-1].joint.sizes

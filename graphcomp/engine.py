@@ -18,7 +18,7 @@ from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.randomness import step_seeds
 from graphcomp.prepare import Preparation, Prepared, key_of
-from graphcomp.runtime.agreement import DataRank, Intent
+from graphcomp.runtime.agreement import Agreed, DataRank, Intent, difference
 from graphcomp.runtime.closing import Closed, DataRanks
 from graphcomp.runtime.counting import Counting
 from graphcomp.runtime.executor import RankResult, run_virtual_ranks
@@ -110,8 +110,8 @@ class Engine:
                 bound = [tuple(dispatcher.select(one, options.training)) for one in batches]
                 intents = [self._intent(one, options) for one in bound]
                 told = True
-                ranks, is_new = self._compare(intents)
-                self._check_counts(ranks)
+                agreed = self._compare(intents)
+                self._check_meeting(intents, agreed)
             except Exception as error:
                 dispatcher.forget(before)
                 if not told:
@@ -121,12 +121,16 @@ class Engine:
                 self.state.refresh()
                 self.followed = dispatcher.state
             lines = [[one.specialisation for one in line] for line in bound]
-            if not is_new:
-                prepared = self.preparation.link(lines, options.keeps, ranks)
+            if not agreed.is_new:
+                prepared = self.preparation.link(lines, options.keeps, agreed.ranks)
                 self._check_tokens(options, prepared[0])
-                return BoundStep(tuple(self._lines(bound, prepared, ranks)), ranks, options)
+                return BoundStep(tuple(self._lines(bound, prepared, agreed.ranks)), agreed.ranks, options)
             # Compiling may add conditions that a microbatch of some rank breaks: all ranks select once more.
-            self.preparation.compile(lines, options.keeps)
+            try:
+                self.preparation.compile(lines, options.keeps)
+            except Exception:
+                dispatcher.forget(before)
+                raise
         raise StepError("compiling keeps adding conditions that the microbatches do not meet")
 
     def _lines(
@@ -145,10 +149,12 @@ class Engine:
                 do="gradients and buffers are as before that step; start the processes again to go on",
             )
 
-    def _compare(self, intents: Sequence[Intent]) -> tuple[tuple[DataRank, ...], bool]:
+    def _compare(self, intents: Sequence[Intent]) -> Agreed:
         if not self.virtual:
             return self.agreement.compare(intents[0])
-        return tuple(DataRank(one.contribution, one.microbatches) for one in intents), any(o.is_new for o in intents)
+        is_new = any(one.is_new for one in intents)
+        meets = is_new or len({one.exchanges.number for one in intents}) == 1
+        return Agreed(tuple(DataRank(one.contribution, one.microbatches) for one in intents), is_new, meets)
 
     def _intent(self, bound: Sequence[Bound], options: Options) -> Intent:
         specialisations = [one.specialisation for one in bound]
@@ -160,23 +166,30 @@ class Engine:
             *(f"microbatch {i}: specialisation {n}, sizes {sizes}" for i, (n, *sizes) in enumerate(each)),
         ]
         kinds, names = ("none", "local", "all"), options.tokens
+        key = key_of(specialisations, options.keeps)
         return Intent(
             common=(options.training, kinds.index(options.outputs), options.loss_scale, crc32(repr(names).encode())),
             own=each,
             text="\n".join(lines),
             contribution=self.preparation.contribution(specialisations).number,
             microbatches=len(bound),
-            is_new=self.preparation.is_new(key_of(specialisations, options.keeps)),
+            is_new=self.preparation.is_new(key),
+            exchanges=self.preparation.exchanges(key),
         )
 
-    def _check_counts(self, ranks: Sequence[DataRank]) -> None:
-        """Gathers for every action need as many actions on all data ranks, in one order."""
+    def _check_meeting(self, intents: Sequence[Intent], agreed: Agreed) -> None:
+        """What data ranks do together while their pipelines run, they must do in one order. Raises on all of them."""
+        ranks = agreed.ranks
         if self.compiler.plan.regather and len({rank.microbatches for rank in ranks}) > 1:
             raise AgreementError(
                 "Plan(regather=True) needs as many microbatches on every data rank",
                 got=", ".join(f"{rank.microbatches} on data rank {i}" for i, rank in enumerate(ranks)),
                 do="give every data rank the same number, or leave `regather` out",
             )
+        if not agreed.meets:
+            texts = ["\n".join(one.exchanges.lines) for one in intents]
+            self.agreement.share(texts[0], None, "take part in the step", self.agreement.peers)
+            raise difference(texts, 0, next(i for i, text in enumerate(texts) if text != texts[0]))
 
     def _check_tokens(self, options: Options, prepared: Prepared) -> None:
         known = [loss.name for loss in prepared.total.losses]

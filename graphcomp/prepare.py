@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from graphcomp.compiler import GraphCompiler, RankPrograms, Specialisation
 from graphcomp.dataparallel.contribution import Contribution, combine, contribution
 from graphcomp.dataparallel.spec import Shards, Spec
@@ -14,11 +16,13 @@ from graphcomp.ir import signature as role
 from graphcomp.partition import Partitioned
 from graphcomp.runtime.agreement import Agreement, DataRank
 from graphcomp.runtime.closing import Closing
+from graphcomp.runtime.exchanges import Exchanges, exchanges
 from graphcomp.runtime.executor import RankExecutor
 from graphcomp.runtime.layout import Layout
 from graphcomp.runtime.link import Callables, StepCalls
 from graphcomp.runtime.lower import distinct
-from graphcomp.runtime.shards import shard_parameters
+from graphcomp.runtime.replicas import copy_from_first
+from graphcomp.runtime.shards import shard_parameters, sharding_text
 from graphcomp.runtime.state import LiveState
 from graphcomp.runtime.step_calls import process_calls, virtual_calls
 from graphcomp.runtime.transport import ProcessTransport, Transport, VirtualNetwork, VirtualTransport
@@ -48,12 +52,16 @@ class Prepared:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """What has been agreed on and compiled for a sequence of specialisations; data ranks not considered."""
+    """What has been agreed on and compiled for a sequence of specialisations; data ranks not considered.
+
+    exchanges: what this rank does with the same rank of other pipelines while it runs.
+    """
 
     specialisations: tuple[Specialisation, ...]
     partitioned: tuple[Partitioned, ...]
     callables: Callables
     own: Contribution
+    exchanges: Exchanges
 
 
 Key = tuple[tuple[int, ...], bool]
@@ -73,7 +81,8 @@ class Preparation:
         self._compiled: dict[Key, _Compiled] = {}
         self._linked: dict[object, tuple[Prepared, ...]] = {}
         self._contributions: dict[int, Contribution] = {}
-        self._sharded = False
+        self._homes: Mapping[str, tuple[int, ...]] = {}
+        self._spread = False
 
     def contribution(self, specialisations: Sequence[Specialisation]) -> Contribution:
         found = contribution({one.number: one.joint for one in specialisations}.values())
@@ -81,6 +90,10 @@ class Preparation:
 
     def is_new(self, key: Key) -> bool:
         return key not in self._compiled
+
+    def exchanges(self, key: Key) -> Exchanges:
+        """Those of a step that is not new."""
+        return self._compiled[key].exchanges if key in self._compiled else Exchanges()
 
     def forget(self) -> None:
         """Drop what was linked: after a step of virtual ranks that failed half way."""
@@ -92,61 +105,78 @@ class Preparation:
         Raises what went wrong here, or RankFailure for what went wrong elsewhere; then nothing has changed.
         """
         one_of_each = {one.number: one for line in lines for one in line}
-        homes = self._share_homes(list(one_of_each.values()), outputs)
+        self.agreement.share(_model_text(self.compiler.model), None, "", self.agreement.everyone)
+        homes = self._agree_on_homes(list(one_of_each.values()), outputs)
         failure: Exception | None = None
         made: dict[Key, _Compiled] = {}
-        text = ""
+        texts = {one.kind: str(one.joint) for one in one_of_each.values() if self.layout.side is not None}
+        wire = ""
         try:
-            self.compiler.follow(homes, list(one_of_each.values()), outputs)
             for line in lines:
                 made[key_of(line, outputs)] = self._compile(line, outputs)
             if self.layout.data_ranks > 1:
                 self._check_buffers(one_of_each.values())
             self.state.require_real({name for one in made.values() for name in one.partitioned[0].parameter_stages})
-            text = "\n".join(_wire_text(self.compiler, one) for one in made.values())
+            wire = "\n".join(_wire_text(self.compiler, one) for one in made.values())
+            if self._shards and self.layout.data_mesh is not None and not self._spread:
+                found = sharding_text(self.compiler.model, self.layout.data_mesh)
+                texts[f"parameters of stage {self.layout.rank}"] = found
         except Exception as error:
             failure = error
         conditions = {number: one.joint.sizes.conditions for number, one in one_of_each.items()}
         contributions = [one.own for one in made.values()]
-        shared = self.agreement.share(text, failure, "prepare the step", (conditions, contributions))
+        shared = self.agreement.share(wire, failure, "prepare the step", more=(conditions, contributions))
         if failure is not None:
             raise failure
+        self.agreement.alike(texts)
         for theirs, _ in shared[self.layout.data_rank if len(shared) > 1 else 0]:
             for number, one in one_of_each.items():
                 self.compiler.add_conditions(one, theirs[number])
         for members in shared:
-            for _, found in members:
-                self._contributions |= {one.number: one for one in found}
-        if self.compiler.plan.parameters == "shard" and self.layout.data_mesh is not None and not self._sharded:
-            shard_parameters(self.compiler.model, self.layout.data_mesh)
-            self._sharded = True
+            for _, contribution_of_each in members:
+                self._contributions |= {one.number: one for one in contribution_of_each}
+        if self.layout.data_mesh is not None and not self._spread:
+            (shard_parameters if self._shards else copy_from_first)(self.compiler.model, self.layout.data_mesh)
+            self._spread = True
         for key, compiled in made.items():
             while len(self._compiled) >= KEPT:
                 del self._compiled[next(iter(self._compiled))]
             self._compiled[key] = compiled
+        self._homes = homes
         self.state.refresh()
 
-    def _share_homes(self, specialisations: Sequence[Specialisation], outputs: bool) -> Mapping[str, tuple[int, ...]]:
-        """The data ranks cut alike: what the first of them that knows a parameter says about it, holds."""
-        failure: Exception | None = None
-        try:
-            for one in specialisations:
-                self.compiler.partition(one, outputs=outputs)
-        except Exception as error:
-            failure = error
-        shared = self.agreement.share("", failure, "cut the step", dict(self.compiler.homes))
-        if failure is not None:
-            raise failure
-        homes: dict[str, tuple[int, ...]] = {}
-        for members in shared:
-            homes = members[0] | homes
-        return homes
+    @property
+    def _shards(self) -> bool:
+        return self.compiler.plan.parameters == "shard"
+
+    def _agree_on_homes(
+        self, specialisations: Sequence[Specialisation], outputs: bool
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Cut them, alike on all data ranks: what the first one to use a parameter says about it, the others follow."""
+        homes = self._homes
+        while True:
+            failure: Exception | None = None
+            try:
+                self.compiler.follow(homes, specialisations, outputs)
+            except Exception as error:
+                failure = error
+            shared = self.agreement.share("", failure, "cut the step", more=dict(self.compiler.homes))
+            if failure is not None:
+                raise failure
+            found = [members[0] for members in shared]
+            new = next((one for one in found if one.keys() - homes.keys()), homes)
+            homes = {**new, **homes}
+            if all(one == homes for one in found):
+                return homes
 
     def _compile(self, line: Sequence[Specialisation], outputs: bool) -> _Compiled:
         partitioned = tuple(self.compiler.partition(one, outputs=outputs) for one in line)
         programs = self.compiler.lower(partitioned, outputs=outputs, rank=self._rank)
         callables = self.compiler.compile(programs, line, outputs=outputs)
-        return _Compiled(tuple(line), partitioned, callables, self.contribution(line))
+        peers = [line[self.layout.rank] for line in self.layout.lines]
+        actions = [action for program in programs.ranks for action in programs.schedule.ranks[program.rank]]
+        together = exchanges(actions, partitioned, self.compiler.plan.regather, peers)
+        return _Compiled(tuple(line), partitioned, callables, self.contribution(line), together)
 
     @property
     def _rank(self) -> int | None:
@@ -231,6 +261,14 @@ class Preparation:
         if self.virtual or self.layout.down is None or self.layout.up is None:
             return VirtualTransport(network)
         return ProcessTransport(self.layout.down, self.layout.up, range(self.layout.stages))
+
+
+def _model_text(model: nn.Module) -> str:
+    """What all ranks must have in common from the start."""
+    return "\n".join(
+        f"parameter '{name}' {tuple(p.shape)} {p.dtype}, requires_grad={p.requires_grad}"
+        for name, p in model.named_parameters()
+    )
 
 
 def _wire_text(compiler: GraphCompiler, one: _Compiled) -> str:

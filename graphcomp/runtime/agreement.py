@@ -6,14 +6,15 @@ It runs over the gloo side group and never touches a device. Where there is one 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from graphcomp.errors import AgreementError, RankFailure
+from graphcomp.runtime.exchanges import Exchanges
 from graphcomp.runtime.layout import Layout
 
 _MASK = (1 << 62) - 1
@@ -24,8 +25,10 @@ class Intent:
     """What a rank is about to do in a step, in numbers that are alike in every process.
 
     common: what all ranks of the job must have in common. own: what the ranks of one pipeline must, besides.
-    text: both in words. contribution: stands for what this pipeline adds to the sums over data ranks (see
-    `dataparallel.contribution`). microbatches: how many it has. is_new: it cannot run this before all ranks prepare.
+    text: both in words, what is common on the first line. contribution: stands for what this pipeline adds to the sums
+    over data ranks (see `dataparallel.contribution`). microbatches: how many it has. is_new: it cannot run this before
+    all ranks prepare. exchanges: what the same rank of every pipeline must have in common; known only to one that is
+    not new.
     """
 
     common: Hashable = ()
@@ -34,6 +37,7 @@ class Intent:
     contribution: int = 0
     microbatches: int = 0
     is_new: bool = False
+    exchanges: Exchanges = field(default_factory=Exchanges)
 
 
 @dataclass(frozen=True)
@@ -44,21 +48,36 @@ class DataRank:
     microbatches: int
 
 
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know then. is_new: some rank is. meets: the data ranks' exchanges are alike, as far as known."""
+
+    ranks: tuple[DataRank, ...]
+    is_new: bool
+    meets: bool = True
+
+
+Groups = Sequence[Sequence[int]]
+"""Places in the side group that are compared with each other."""
+
+
 class Agreement:
     """What the ranks tell each other before a step. Every rank calls the same methods in the same order."""
 
     def __init__(self, layout: Layout) -> None:
         self.side, self.lines = layout.side, layout.lines
+        self.peers = tuple(zip(*layout.lines, strict=True))  # the members of all pipelines that hold the same stage
+        self.everyone = (tuple(range(layout.stages * layout.data_ranks)),)
         self.place = layout.lines[layout.data_rank][layout.rank] if layout.lines else 0
 
-    def compare(self, intent: Intent, failure: Exception | None = None) -> tuple[tuple[DataRank, ...], bool]:
-        """One small exchange at the beginning of each step: all data ranks, and whether any rank is new.
+    def compare(self, intent: Intent, failure: Exception | None = None) -> Agreed:
+        """One small exchange at the beginning of each step.
 
         failure: why this rank cannot take part. Raises RankFailure where another rank has failed, and AgreementError,
         on all ranks, if they would not do the same. Returns on the rank that failed, which raises its own error.
         """
         if self.side is None:
-            return (DataRank(intent.contribution, intent.microbatches),), intent.is_new
+            return Agreed((DataRank(intent.contribution, intent.microbatches),), intent.is_new)
         own = [
             failure is not None,
             hash(intent.common) & _MASK,
@@ -66,17 +85,23 @@ class Agreement:
             intent.contribution,
             intent.microbatches,
             intent.is_new,
+            intent.exchanges.number,
         ]
         everyone = torch.empty(dist.get_world_size(self.side) * len(own), dtype=torch.int64)
         dist.all_gather_single(everyone, torch.tensor(own), group=self.side)
         rows = everyone.view(-1, len(own)).tolist()
-        failed = any(row[0] for row in rows)
-        alike = len({row[1] for row in rows}) == 1
-        alike = alike and all(len({rows[member][2] for member in line}) == 1 for line in self.lines)
-        if failed or not alike:
-            self.share(intent.text, failure, "take part in the step", everywhere=len({row[1] for row in rows}) > 1)
+
+        def alike(groups: Groups, column: int) -> bool:
+            return all(len({rows[member][column] for member in group}) == 1 for group in groups)
+
+        if any(row[0] for row in rows) or not alike(self.everyone, 1):
+            self.share(intent.text.partition("\n")[0], failure, "take part in the step", self.everyone)
+        elif not alike(self.lines, 2):
+            self.share(intent.text, None, "take part in the step")
+        is_new = any(row[5] for row in rows)
         firsts = [rows[line[0]] for line in self.lines]
-        return tuple(DataRank(row[3], row[4]) for row in firsts), any(row[5] for row in rows)
+        ranks = tuple(DataRank(row[3], row[4]) for row in firsts)
+        return Agreed(ranks, is_new, is_new or alike(self.peers, 6))
 
     def of_the_first(self, values: torch.Tensor) -> torch.Tensor:
         """The host tensor that the job's first rank has, on all of them."""
@@ -85,9 +110,9 @@ class Agreement:
         return values
 
     def share(
-        self, text: str, failure: Exception | None, what: str, more: object = None, everywhere: bool = False
+        self, text: str, failure: Exception | None, what: str, groups: Groups | None = None, more: object = None
     ) -> list[list[Any]]:
-        """Compare texts, line by line, within each pipeline, or over all ranks; raises as `compare` does.
+        """Compare texts, line by line, within each of these groups (None: each pipeline); raises as `compare` does.
 
         Returns what each rank gave as `more`: a list for every pipeline, in order of data ranks; the rank that failed
         gets an empty list.
@@ -103,28 +128,40 @@ class Agreement:
             return []
         if error is not None:
             raise RankFailure(f"rank {error[0]} could not {what}", where=f"rank {error[0]}", got=error[1])
-        groups = [range(len(everyone))] if everywhere else self.lines
+        groups = self.lines if groups is None else groups
         different = [group for group in groups if len({everyone[member][0] for member in group}) > 1]
         if different:
-            self._differ(text, different, [one[0] for one in everyone])
+            texts: list[Any] = [None] * len(everyone)
+            dist.all_gather_object(texts, text, group=self.side)
+            own = next((group for group in different if self.place in group), different[0])
+            first = self.place if self.place in own else own[0]
+            raise difference(texts, first, next(member for member in own if texts[member] != texts[first]))
         return [[everyone[member][2] for member in line] for line in self.lines]
 
-    def _differ(self, text: str, groups: Sequence[Sequence[int]], digests: Sequence[str]) -> None:
-        texts: list[Any] = [None] * len(digests)
-        dist.all_gather_object(texts, text, group=self.side)
-        me = self.place
-        group = next((group for group in groups if me in group), groups[0])
-        first = me if me in group else group[0]
-        other = next(member for member in group if digests[member] != digests[first])
-        mine, theirs = texts[first].splitlines(), texts[other].splitlines()
-        place = next(
-            (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs))
-        )
-        own, their = (lines[place].strip() if place < len(lines) else "nothing more" for lines in (mine, theirs))
-        raise AgreementError(
-            "the ranks would not do the same",
-            where=f"ranks {first} and {other}",
-            expected=f"{own} (rank {first})",
-            got=f"{their} (rank {other})",
-            do="give all ranks the same model, loss function and plan, and those of a pipeline the same microbatches",
-        )
+    def alike(self, texts: Mapping[str, str]) -> None:
+        """Raise AgreementError, on all ranks, where two of them have different texts under one name."""
+        if self.side is None:
+            return
+        digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+        everyone: list[Any] = [None] * dist.get_world_size(self.side)
+        dist.all_gather_object(everyone, digests, group=self.side)
+        seen: dict[str, int] = {}
+        for rank, found in enumerate(everyone):
+            for name, digest in found.items():
+                first = seen.setdefault(name, rank)
+                if everyone[first][name] != digest:
+                    self.share(texts.get(name, ""), None, "", [(first, rank)])
+
+
+def difference(texts: Sequence[str], first: int, other: int) -> AgreementError:
+    """The error that shows the first line in which two of these texts differ."""
+    mine, theirs = texts[first].splitlines(), texts[other].splitlines()
+    place = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+    own, their = (lines[place].strip() if place < len(lines) else "nothing more" for lines in (mine, theirs))
+    return AgreementError(
+        "the ranks would not do the same",
+        where=f"ranks {first} and {other}",
+        expected=f"{own} (rank {first})",
+        got=f"{their} (rank {other})",
+        do="give all ranks the same model, loss function and plan, and those of a pipeline the same microbatches",
+    )

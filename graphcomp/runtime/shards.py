@@ -64,6 +64,15 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh) -> dict[str, Shards]:
     return work.found
 
 
+def sharding_text(model: nn.Module, mesh: DeviceMesh) -> str:
+    """What `shard_parameters` would find, one line for everything that all ranks of the mesh must have in common.
+
+    Raises StateError as that does; changes nothing and talks to nobody.
+    """
+    with recurrent_lists_renewed(model):
+        return "\n".join(_look(model, mesh).text())
+
+
 def _look(model: nn.Module, mesh: DeviceMesh) -> _Work:
     """What is to be done; raises StateError for what cannot be done. Changes nothing."""
     parameters = {name: p for name, p in model.named_parameters() if p.device.type != "meta"}

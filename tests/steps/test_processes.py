@@ -287,7 +287,7 @@ def test_failures_and_disagreements_reach_every_rank() -> None:
     assert first["untouched"] == second["untouched"][:1] + first["untouched"][1:] and first["untouched"][0] == []
     assert first["loss"] == second["loss"] == first["again"] == second["again"]
     expected = {
-        "count": ("step of 3 microbatches", "step of 4 microbatches"),
+        "count": ("3 microbatches", "4 microbatches"),
         "sizes": (
             "microbatch 1: specialisation 0, sizes [2, 16]",
             "microbatch 1: specialisation 0, sizes [2, 8]",
