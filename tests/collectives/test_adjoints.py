@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphcomp import collectives as gc
-from graphcomp.testing import run_ranks
+from graphcomp.testing import HostSyncs, run_ranks
 from tests.collectives.cases import CASES, LAYOUTS, Case, loss, reference
 
 
@@ -36,6 +36,7 @@ def everything(rank: int, size: int) -> dict[str, object]:
         "cases": all_cases(rank, size),
         "c22": c22(rank, size),
         "exact syncs": exact_syncs(size),
+        "other syncs": other_syncs(size),
         "twice": second_derivative(rank),
         "expanded": expanded_gradient(rank),
     }
@@ -73,6 +74,18 @@ def exact_syncs(size: int) -> list[int]:
     return counts
 
 
+def other_syncs(size: int) -> str:
+    """What run-time splits and counts make the host wait for, forward and backward."""
+    group = dist.group.WORLD
+    x = torch.ones(2 * size, 3, requires_grad=True)
+    twos = torch.full((size,), 2)
+    with HostSyncs() as seen:
+        sent = gc.all_to_all(x, group, input_splits=twos, capacity=3)
+        rows = gc.all_gather_uneven(sent.rows[:3], group, sent.counts, 3)
+        gc.all_reduce(rows.sum(), group).backward()
+    return str(seen)
+
+
 def second_derivative(rank: int) -> tuple[float, float]:
     """Adjoints can be differentiated: L = sum over ranks of y**3, y = sum of x; d/dx of dL/dx."""
     x = torch.tensor(1.0 + rank, dtype=torch.float64, requires_grad=True)
@@ -107,6 +120,7 @@ def test_gradients_are_those_of_the_global_function(size: int) -> None:
     ranks_sum = size * (size + 1) / 2
     for rank, one in enumerate(found):
         assert one["exact syncs"] == [0, 0, 1, 1, 0]
+        assert one["other syncs"] == "no host synchronisation"
         assert torch.equal(one["expanded"], torch.full((2, 3), 4 * ranks_sum, dtype=torch.float64))
         total = ranks_sum
         assert one["twice"] == pytest.approx((size * 3 * total**2, size**2 * 6 * total)), rank
