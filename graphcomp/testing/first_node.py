@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -15,8 +15,7 @@ from graphcomp.compat.dispatch import Watch
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.interp import trace_values
-from graphcomp.losses import TokenLoss
-from graphcomp.testing.reference import eager_losses, untouched
+from graphcomp.testing.reference import counts_of, eager_losses, total_of, untouched
 
 
 def first_node_that_differs(
@@ -28,9 +27,10 @@ def first_node_that_differs(
     """
     with untouched(model):
         eager, counts = _eager(model, loss_fn, batch)
-        inputs = _inputs(model, joint, batch, counts)
-        with torch.no_grad():
-            found = [(node, value) for node, value in trace_values(joint.program, inputs) if _is_call(node)]
+    with untouched(model), torch.no_grad():  # from the same buffers and random numbers
+        _, leaves = describe(batch)
+        inputs = program_inputs(model, joint, leaves, joint.sizes.bind(leaves), counts)
+        found = [(node, value) for node, value in trace_values(joint.program, inputs) if _is_call(node)]
     matcher = SequenceMatcher(
         None, [name for name, _ in eager], [str(node.target) for node, _ in found], autojunk=False
     )
@@ -44,32 +44,20 @@ def first_node_that_differs(
     return "no node of the joint program differs: the difference arises behind the capture"
 
 
-def _eager(model: nn.Module, loss_fn: Any, batch: Any) -> tuple[list[tuple[str, Any]], dict[str, torch.Tensor]]:
-    seen: list[tuple[str, Any]] = []
-
-    def observe(operator: Any, result: Any) -> None:
-        kept = result.detach().clone() if isinstance(result, torch.Tensor) else result
-        seen.append((str(operator), kept))
-
-    with torch.enable_grad(), Watch(observe):
-        losses, _ = eager_losses(model, loss_fn, batch)
-        counts = {
-            name: torch.as_tensor(loss.tokens if isinstance(loss, TokenLoss) else 1) for name, loss in losses.items()
-        }
-        shares = [
-            (loss.total if isinstance(loss, TokenLoss) else loss.value) / counts[name] for name, loss in losses.items()
-        ]
-        torch.stack(shares).sum().backward() if len(shares) > 1 else shares[0].backward()
-    return seen, counts
-
-
-def _inputs(model: nn.Module, joint: Joint, batch: Any, counts: dict[str, torch.Tensor]) -> dict[role.Role, Any]:
-    _, leaves = describe(batch)
-    sizes = joint.sizes.bind(leaves)
-    state: dict[role.Role, Any] = {role.Param(name): value for name, value in model.named_parameters()}
+def program_inputs(
+    model: nn.Module,
+    joint: Joint,
+    leaves: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, int],
+    counts: Mapping[str, float],
+    seed: torch.Tensor | None = None,
+) -> dict[role.Role, Any]:
+    """Every input of a joint program: the live model, a microbatch's tensors and sizes, and what losses divide by."""
+    state: dict[role.Role, Any] = {role.Param(name): value.detach() for name, value in model.named_parameters()}
     state |= {role.Buffer(name): value for name, value in model.named_buffers()}
     found: dict[role.Role, Any] = {}
     for what, node in joint.program.input_nodes():
+        like = meta.tensor(node)
         match what:
             case role.BatchLeaf(path):
                 found[what] = leaves[path]
@@ -79,14 +67,29 @@ def _inputs(model: nn.Module, joint: Joint, batch: Any, counts: dict[str, torch.
                 found[what] = joint.program.constants[name]
             case role.Captured(name):
                 found[what] = joint.captured[name].read()
-            case role.Denominator(name):
-                found[what] = counts[name]
-            case role.LossScale() | role.Seed():
-                like = meta.tensor(node)
-                found[what] = torch.ones((), dtype=like.dtype if like is not None else torch.float32)
+            case role.Seed() if seed is not None:
+                found[what] = seed
+            case role.Denominator() | role.LossScale() if like is not None:
+                number = counts[what.loss] if isinstance(what, role.Denominator) else 1
+                found[what] = torch.full((), number, dtype=like.dtype, device=like.device)
             case _:
                 found[what] = state[what]
     return found
+
+
+def _eager(model: nn.Module, loss_fn: Any, batch: Any) -> tuple[list[tuple[str, Any]], dict[str, float]]:
+    seen: list[tuple[str, Any]] = []
+
+    def observe(operator: Any, result: Any) -> None:
+        kept = result.detach().clone() if isinstance(result, torch.Tensor) else result
+        seen.append((str(operator), kept))
+
+    counts = counts_of(model, loss_fn, [batch])
+    with torch.enable_grad(), Watch(observe):
+        losses, _ = eager_losses(model, loss_fn, batch)
+        shares = [total_of(loss) / counts[name] for name, loss in losses.items()]
+        torch.stack(shares).sum().backward() if len(shares) > 1 else shares[0].backward()
+    return seen, counts
 
 
 def _is_call(node: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,43 +44,95 @@ def untouched(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def run_eager(model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, microbatches: Sequence[Any]) -> Reference:
-    """The step's loss, metrics, gradients and buffers in eager mode: two loops, as the denominators come first.
+class Totals:
+    """Adds up what microbatches yield, in their order.
 
-    The model is left as it was.
+    counts: what each loss is divided by. first: how many of the microbatches are the first data rank's, which a metric
+    that keeps its last value takes it from; None: all.
     """
-    with untouched(model), torch.enable_grad():
-        state = torch.get_rng_state()
-        before = [buffer.detach().clone() for buffer in model.buffers()]
-        with torch.no_grad():
-            counts = _denominators(
-                [eager_losses(model, loss_fn, batch)[0] for batch in microbatches], len(microbatches)
-            )
-            for buffer, old in zip(model.buffers(), before, strict=True):
-                buffer.copy_(old)
-        torch.set_rng_state(state)
-        sums: dict[str, torch.Tensor] = {}
-        seen: dict[str, list[Metric]] = {}
-        for batch in microbatches:
-            losses, metrics = eager_losses(model, loss_fn, batch)
-            shares = [_total(loss) / counts[name] for name, loss in losses.items()]
-            for name, loss in losses.items():
-                total = _total(loss).detach().double()
-                sums[name] = sums[name] + total if name in sums else total
-            for name, value in metrics.items():
-                seen.setdefault(name, []).append(value)
-            objective = shares[0]
-            for share in shares[1:]:
-                objective = objective + share
-            objective.backward()
-        divided = {name: total / counts[name] for name, total in sums.items()}
+
+    def __init__(self, counts: Mapping[str, float], first: int | None = None) -> None:
+        self.counts, self.first, self.microbatches = counts, first, 0
+        self.sums: dict[str, torch.Tensor] = {}
+        self.metrics: dict[str, list[tuple[int, Metric]]] = {}
+
+    def add(self, losses: Mapping[str, torch.Tensor], metrics: Mapping[str, Metric]) -> None:
+        """One microbatch: its losses, not divided, and its metrics."""
+        for name, total in losses.items():
+            total = total.detach().double()
+            self.sums[name] = self.sums[name] + total if name in self.sums else total
+        for name, value in metrics.items():
+            self.metrics.setdefault(name, []).append((self.microbatches, value))
+        self.microbatches += 1
+
+    def reference(self, gradients: Mapping[str, torch.Tensor | None], buffers: Mapping[str, torch.Tensor]) -> Reference:
+        divided = {name: total / self.counts[name] for name, total in self.sums.items()}
         return Reference(
             loss=torch.stack(list(divided.values())).sum(),
             losses=divided,
-            metrics={name: _combine(values) for name, values in seen.items()},
-            gradients={n: p.grad for n, p in model.named_parameters() if p.requires_grad},
-            buffers={name: buffer.detach().clone() for name, buffer in model.named_buffers()},
+            metrics={name: self._combined(values) for name, values in self.metrics.items()},
+            gradients=dict(gradients),
+            buffers=dict(buffers),
         )
+
+    def _combined(self, found: Sequence[tuple[int, Metric]]) -> torch.Tensor:
+        values = [torch.as_tensor(metric.value).detach().double() for _, metric in found]
+        stacked = torch.stack(values)
+        match found[0][1].reduction:
+            case "sum":
+                return stacked.sum()
+            case "mean":
+                return stacked.mean()
+            case "max":
+                return stacked.max()
+            case "min":
+                return stacked.min()
+            case _:
+                own = [
+                    v for (place, _), v in zip(found, values, strict=True) if self.first is None or place < self.first
+                ]
+                return own[-1] if own else torch.zeros_like(values[0])
+
+
+def run_eager(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Any] | None,
+    microbatches: Sequence[Any],
+    first: int | None = None,
+) -> Reference:
+    """The step's loss, metrics, gradients and buffers in eager mode: two loops, as the denominators come first.
+
+    first: as for `Totals`. The model is left as it was.
+    """
+    counts = counts_of(model, loss_fn, microbatches)
+    totals = Totals(counts, first)
+    with untouched(model), torch.enable_grad():
+        for batch in microbatches:
+            losses, metrics = eager_losses(model, loss_fn, batch)
+            found = {name: total_of(loss) for name, loss in losses.items()}
+            totals.add(found, metrics)
+            objective, *others = [total / counts[name] for name, total in found.items()]
+            for share in others:
+                objective = objective + share
+            objective.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        return totals.reference(gradients, buffers)
+
+
+def counts_of(
+    model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, microbatches: Sequence[Any]
+) -> dict[str, float]:
+    """What a step over these microbatches divides each loss by, counted in eager mode; never 0."""
+    counts: dict[str, float] = {}
+    with untouched(model), torch.no_grad():
+        for batch in microbatches:
+            for name, loss in eager_losses(model, loss_fn, batch)[0].items():
+                if isinstance(loss, TokenLoss):
+                    counts[name] = counts.get(name, 0.0) + float(loss.tokens)
+                else:
+                    counts[name] = len(microbatches)
+    return {name: value or 1.0 for name, value in counts.items()}
 
 
 def eager_losses(
@@ -93,31 +145,6 @@ def eager_losses(
     return from_output(output) if loss_fn is None else normalize(loss_fn(output, batch))
 
 
-def _denominators(found: Sequence[dict[str, TokenLoss | MeanLoss]], microbatches: int) -> dict[str, int | float]:
-    counts: dict[str, int | float] = {}
-    for losses in found:
-        for name, loss in losses.items():
-            if isinstance(loss, TokenLoss):
-                counts[name] = counts.get(name, 0) + float(loss.tokens)
-            else:
-                counts[name] = microbatches
-    return {name: value or 1 for name, value in counts.items()}
-
-
-def _total(loss: TokenLoss | MeanLoss) -> torch.Tensor:
+def total_of(loss: TokenLoss | MeanLoss) -> torch.Tensor:
+    """A loss that is not divided yet."""
     return loss.total if isinstance(loss, TokenLoss) else loss.value
-
-
-def _combine(values: Sequence[Metric]) -> torch.Tensor:
-    stacked = torch.stack([torch.as_tensor(value.value).detach().double() for value in values])
-    match values[0].reduction:
-        case "sum":
-            return stacked.sum()
-        case "mean":
-            return stacked.mean()
-        case "max":
-            return stacked.max()
-        case "min":
-            return stacked.min()
-        case _:
-            return stacked[-1]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import graphcomp as gc
-from graphcomp.errors import ParityError, StepError
-from graphcomp.testing import check_parity, run_virtual
+from graphcomp.compat.sharded import local_rows
+from graphcomp.errors import BatchError, ParityError, PlanError
+from graphcomp.ir.randomness import step_seeds
+from graphcomp.testing import check_parity, run_ranks, run_virtual
 from tests.zoo import ZOO
 from tests.zoo.reference import reference
 
@@ -81,7 +85,7 @@ class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
-        self.calls = itertools.count(1)
+        self.calls = itertools.count(2)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x).relu()
@@ -121,15 +125,113 @@ def _double(case: Any) -> list[Any]:
     return case.microbatches(2, 0, torch.float64)
 
 
-def test_random_models_can_be_compared_only_where_the_draws_are_eagers() -> None:
+@pytest.mark.parametrize("data_ranks", [1, 2])
+def test_random_models_are_compared_with_the_program_that_was_cut(
+    data_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = ZOO["dropout"]
     model = case.build()
+    batches: list[Any] = case.microbatches(3)
+    given = batches if data_ranks == 1 else [batches[:2], batches[2:]]
     before = snapshot(model)
-    with pytest.raises(StepError) as caught:
-        check_parity(model, case.loss_fn, case.microbatches(2), plan=eager(2))
-    assert str(caught.value).startswith("a model with random operations cannot be compared with eager under a cut plan")
+    table = check_parity(model, case.loss_fn, given, plan=eager(2), data_ranks=data_ranks)
     assert same(before, snapshot(model))
-    check_parity(model.eval(), case.loss_fn, case.microbatches(2), plan=eager(2))
+    assert {row.name for row in table if row.kind == "gradient"} == {name for name, _ in model.named_parameters()}
+    assert all(row.absolute == 0 for row in table if row.kind == "gradient")
+    # The step's microbatches get each other's masks.
+    monkeypatch.setattr("graphcomp.engine.step_seeds", lambda count: step_seeds(count)[::-1])
+    with pytest.raises(ParityError, match="'loss' differs from the uncut program\n  where: behind the capture"):
+        check_parity(model, case.loss_fn, given, plan=eager(2), data_ranks=data_ranks)
+
+
+class CountingDropout(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.25)
+
+
+def test_the_capture_of_a_random_model_is_compared_with_eager() -> None:
+    with pytest.raises(ParityError, match="'loss' differs from eager PyTorch\n  where: node mul"):
+        check_parity(CountingDropout(), mean, [torch.randn(3, 4)] * 2, plan=eager(2))
+
+
+OVER_DATA_RANKS = [(2, "replicate", False), (1, "shard", False), (2, "shard", True)]
+
+
+@pytest.mark.parametrize(("stages", "parameters", "regather"), OVER_DATA_RANKS)
+def test_virtual_data_ranks(stages: int, parameters: Any, regather: bool) -> None:
+    case = ZOO["two_losses"]
+    plan = replace(eager(stages), parameters=parameters, regather=regather)
+    given = [case.microbatches(2, 0), case.microbatches(2 if regather else 1, 7)]
+    model = case.build()
+    before = snapshot(model)
+    table = check_parity(model, case.loss_fn, given, plan=plan, data_ranks=2)
+    assert same(before, snapshot(model))
+    expected = reference(model, case.loss_fn, [batch for line in given for batch in line])
+    assert {row.name for row in table if row.kind == "gradient"} == set(expected.gradients)
+    assert {row.name for row in table if row.kind == "metric"} == set(expected.metrics)
+    assert all(row.relative <= 1e-5 for row in table)
+
+
+def last(output: Tensor, batch: Tensor) -> Any:
+    return output.square().mean(), {"last": gc.metric(batch.sum(), "last")}
+
+
+def test_a_last_value_is_that_of_the_first_data_rank() -> None:
+    given = [[torch.full((2, 3), value) for value in line] for line in ((1.0, 2.0), (3.0,))]
+    table = check_parity(Partly(), last, given, plan=eager(), data_ranks=2)
+    assert [row.absolute for row in table if row.kind == "metric"] == [0.0]
+    first, _ = run_virtual(Partly(), last, given, plan=eager(), data_ranks=2)
+    assert first.metrics["last"].item() == 2.0 * 6
+
+
+def test_a_difference_over_data_ranks_is_named() -> None:
+    with pytest.raises(ParityError, match="where: node mul"):
+        check_parity(Counting(), mean, [[torch.randn(3, 4)]] * 2, plan=eager(), data_ranks=2)
+
+
+def test_what_cannot_be_compared() -> None:
+    case = ZOO["mlp"]
+    model = case.build()
+    step = gc.compile_train_step(model, case.loss_fn, plan=eager())
+    with pytest.raises(PlanError, match="the number of data ranks is that of the mesh"):
+        check_parity(model, case.loss_fn, [case.microbatches(1)] * 2, step=step, data_ranks=2)
+    with pytest.raises(BatchError, match="every data rank needs a list of microbatches"):
+        check_parity(model, case.loss_fn, [case.microbatches(1)], plan=eager(), data_ranks=2)
+
+
+COMPARED = [("mlp", "replicate"), ("dropout", "shard")]
+
+
+def in_processes(rank: int) -> list[Any]:
+    """Two data ranks; each gives its own microbatches and compares what it has."""
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), []
+    for name, parameters in COMPARED:
+        case, model = ZOO[name], ZOO[name].build()
+        plan = gc.Plan(mesh=mesh, parameters=parameters, backend="eager", quiet=True, deadline=60.0)
+        grown = next(model.parameters())
+        grown.grad = torch.ones_like(grown)
+        torch.manual_seed(rank)  # what the first rank draws, counts
+        table = check_parity(model, case.loss_fn, case.microbatches(2 - rank, rank), plan=plan)
+        held = [p for p in model.parameters() if p.grad is not None]
+        kept = len(held) == 1 and held[0] is grown and bool((local_rows(grown.grad) == 1).all())
+        found.append((kept, [(row.kind, row.name, row.relative) for row in table]))
+    model = ZOO["mlp"].build()
+    step = gc.compile_train_step(model, ZOO["mlp"].loss_fn, plan=plan)
+    step(ZOO["mlp"].microbatches(1, rank))  # its parameters are sharded from here on
+    check_parity(model, ZOO["mlp"].loss_fn, ZOO["mlp"].microbatches(1 + rank, rank), step=step)
+    with pytest.raises(ParityError) as caught:
+        check_parity(Counting(), mean, [torch.randn(3, 4)], plan=plan)
+    return [*found, str(caught.value)]
+
+
+@pytest.mark.gloo
+def test_processes_compare_over_the_microbatches_of_all_data_ranks() -> None:
+    for *found, difference in run_ranks(in_processes, 2, timeout=200):
+        for (name, _), (kept, rows) in zip(COMPARED, found, strict=True):
+            assert kept and all(relative <= 1e-5 for _, _, relative in rows)
+            names = {key for kind, key, _ in rows if kind == "gradient"}
+            assert names == {key for key, _ in ZOO[name].build().named_parameters()}
+        assert "where: node mul" in difference
 
 
 class Partly(nn.Module):
