@@ -69,6 +69,26 @@ def test_inspect(tmp_path: Path) -> None:
         assert words in shown
 
 
+@pytest.mark.gloo
+def test_packed_documents(tmp_path: Path) -> None:
+    shown = run("04_packed_documents.py", *SMALL, "--capacity", "160", "--backend", "eager", cwd=tmp_path)
+    assert "step   10" in shown and "relative difference" in shown
+    assert "1 capture(s)" in shown or "2 capture(s)" in shown  # a pack that holds one document has its own
+
+
+def test_the_table_of_a_pack_leads_to_its_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # as for a program that is started there
+    texts = [b"def one():", b"def two(x): return x", b"def f(): ..."]
+    batch = load("04_packed_documents").pack(texts)
+    assert batch["table"].shape == (3, 20) and batch["tokens"].shape == (42,)
+    for text, row in zip(texts, batch["table"], strict=True):
+        places = row[: len(text)]
+        assert bytes(batch["labels"][places].tolist()) == text
+        assert bytes(batch["tokens"][places].tolist()) == b"\0" + text[:-1]
+        assert batch["positions"][places].tolist() == list(range(len(text)))
+        assert len(set(batch["documents"][places].tolist())) == 1
+
+
 def test_the_text_of_a_microbatch_reads_back_from_its_labels() -> None:
     text = load("stdlib_text")
     texts = text.documents(limit=50, longest=200)
