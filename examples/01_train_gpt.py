@@ -1,7 +1,9 @@
 """Train a byte-level GPT on the source text of Python's standard library, as a compiled pipeline.
 
-    python examples/01_train_gpt.py                              two processes on this machine
+    python examples/01_train_gpt.py                              two processes on this machine: two stages
     torchrun --nproc-per-node 4 examples/01_train_gpt.py         as many stages as processes
+    python examples/01_train_gpt.py --data-ranks 2               two pipelines of one stage; the same numbers
+    python examples/01_train_gpt.py --processes 4 --data-ranks 2 --parameters shard
 
 It ends with a parity table (loss and gradients of one step against eager PyTorch) and a folder `runs/...`
 with the plan and every program as text. Exit code 1 if the loss did not fall or a gradient differs.
@@ -25,6 +27,7 @@ from rich.table import Table
 from stdlib_text import VOCAB, documents, steps
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import graphcomp as gc
 
@@ -95,14 +98,16 @@ def main() -> int:
     data = steps(texts, options.microbatches, options.rows, options.seed, device)
     model = GPT(options.width, 4, options.blocks, options.longest).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("pp",))
-    plan = gc.Plan(mesh=mesh, schedule="1f1b", backend=options.backend)
+    stages = dist.get_world_size() // options.data_ranks
+    mesh = init_device_mesh(device.type, (stages, options.data_ranks), mesh_dim_names=("pp", "dp"))
+    mine = slice(mesh.get_local_rank("dp"), None, options.data_ranks)  # of a step's microbatches
+    plan = gc.Plan(mesh=mesh, schedule="1f1b", parameters=options.parameters, backend=options.backend)
     step = gc.compile_train_step(model, loss_fn, plan=plan)
 
     check = next(data)
     console.print(f"{len(texts)} documents, {sum(p.numel() for p in model.parameters()):,} parameters, {device.type}")
     expected = eager(model, check)
-    table, same = parity(step, check, expected, tolerance=1e-4)
+    table, same = parity(step, check[mine], expected, tolerance=1e-4)
     optimizer.zero_grad()
 
     losses: list[float] = []
@@ -110,7 +115,7 @@ def main() -> int:
         task = bar.add_task("train", total=options.steps, shown="")
         for number in range(options.steps):
             began = time.perf_counter()
-            result = step(next(data))
+            result = step(next(data)[mine])
             gc.clip_grad_norm_(step, 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -121,7 +126,7 @@ def main() -> int:
             if number % 10 == 0:
                 console.print(f"step {number:4d}   {line}")
 
-    folder = Path("runs") / f"train_gpt_{dist.get_world_size()}_stages"
+    folder = Path("runs") / f"train_gpt_{stages}_stages_{options.data_ranks}_data_ranks"
     step.dump(folder)
     start, end = sum(losses[:3]) / len(losses[:3]), sum(losses[-5:]) / len(losses[-5:])
     learned = end < 0.8 * start
@@ -153,13 +158,14 @@ def eager(model: nn.Module, microbatches: list[dict[str, Tensor]]) -> tuple[Tens
 
 
 def parity(step, microbatches, expected, tolerance: float) -> tuple[Table, bool]:
-    """One compiled step against the eager one; every rank compares the parameters that it owns."""
+    """One compiled step against the eager one; every rank compares the parameters that it owns, sharded ones whole."""
     loss, gradients = expected
     result = step(microbatches)
     rows = [("loss", float(result.loss), float(loss), abs(float(result.loss - loss)) / float(loss))]
     for name, p in step.named_parameters():
-        norm, other = p.grad.norm(), gradients[name].norm()
-        rows.append((name, float(norm), float(other), float((p.grad - gradients[name]).norm() / other)))
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        norm, other = grad.norm(), gradients[name].norm()
+        rows.append((name, float(norm), float(other), float((grad - gradients[name]).norm() / other)))
     everywhere: list[list] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, rows)
     table = Table(
@@ -198,6 +204,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--backend", default="inductor", choices=["inductor", "eager"])
     parser.add_argument("--processes", type=int, default=2, help="started here, when not under torchrun")
+    parser.add_argument("--data-ranks", type=int, default=1, help="pipelines; each takes its part of the microbatches")
+    parser.add_argument("--parameters", default="replicate", choices=["replicate", "shard"], help="over data ranks")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

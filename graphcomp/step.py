@@ -47,7 +47,7 @@ class CompiledStep:
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, plan: Plan, layout: Layout) -> None:
         self.model, self.plan, self.layout = model, plan, layout
         alone = layout.stages == layout.data_ranks == 1
-        self.rank = None if alone else layout.data_rank * layout.stages + layout.rank
+        self.rank = None if alone else layout.ranks[layout.rank]
         self.compiler = GraphCompiler(model, loss_fn, plan, rank=self.rank, data_ranks=layout.data_ranks)
         self.stats = Stats()
         self._dispatcher = Dispatcher(self.compiler, layout.device)

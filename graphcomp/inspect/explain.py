@@ -22,7 +22,8 @@ from graphcomp.schedule import Cost, Kind, Schedule
 
 
 def explain(partitioned: Partitioned, plan: Plan, schedule: Schedule, data: DataParallel | None = None) -> str:
-    """The plan of a step as text, the same on every run and every rank.
+    """The plan of a step as text: the same on every run, and on every rank that has microbatches of the same number and
+    kinds and the same example.
 
     schedule: with its transfers, as `GraphCompiler.schedule` makes it. data: what the step does over data ranks, if
     there are several. All numbers are estimates at the sizes of the example microbatch; none is measured. At most 110

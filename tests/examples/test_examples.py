@@ -41,19 +41,30 @@ def load(name: str) -> ModuleType:
 SMALL = ("--steps", "20", "--width", "32", "--blocks", "2", "--longest", "96", "--microbatches", "3")
 
 
+def dumped(folder: Path, rank: int) -> dict[str, str]:
+    """What a rank wrote, by what it is."""
+    files = (folder / "runs").glob(f"*/rank_{rank}/[0-9]*.txt")
+    return {path.name.split("_", 1)[1].removesuffix(".txt"): path.read_text() for path in files}
+
+
 @pytest.mark.gloo
-def test_train_gpt(tmp_path: Path) -> None:
-    shown = run("01_train_gpt.py", *SMALL, "--backend", "eager", cwd=tmp_path)
+def test_train_gpt_over_data_ranks(tmp_path: Path) -> None:
+    shown = run(
+        "01_train_gpt.py", *SMALL, "--backend", "eager", "--data-ranks", "2", "--parameters", "shard", cwd=tmp_path
+    )
     assert "one step, compiled and eager" in shown and "head.weight" in shown
-    for rank in (0, 1):
-        files = {path.name.split("_", 1)[1] for path in (tmp_path / "runs").glob(f"*/rank_{rank}/[0-9]*.txt")}
-        assert {"plan.txt", "joint.txt", "stage_0_forward.txt", "schedule.txt", f"rank_{rank}.txt"} <= files
+    first, second = dumped(tmp_path, 0), dumped(tmp_path, 1)
+    assert {"plan", "joint", "stage_0_forward", "stage_0_unshard", "stage_0_reduce", "schedule", "rank_0"} <= set(first)
+    assert first.keys() == second.keys()
+    # The ranks have 2 microbatches and 1, and examples of other sizes; their programs are the same.
+    assert {name for name in first if first[name] != second[name]} == {"plan", "schedule", "rank_0"}
 
 
 @pytest.mark.gloo
 @pytest.mark.inductor
 def test_train_gpt_compiled(tmp_path: Path) -> None:
     assert "1 capture and 2 compiled programs served all lengths" in run("01_train_gpt.py", *SMALL, cwd=tmp_path)
+    assert [f"rank_{rank}" in dumped(tmp_path, rank) for rank in (0, 1)] == [True, True]
 
 
 @pytest.mark.gloo
