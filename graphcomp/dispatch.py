@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphcomp.capture.batch import batch_key, describe
+from graphcomp.capture.batch import batch_key, dense, describe
 from graphcomp.capture.guards import ModelGuard
 from graphcomp.compiler import GraphCompiler, Specialisation
 from graphcomp.errors import BatchError, GuardError
@@ -52,7 +52,14 @@ class Dispatcher:
         Raises GuardError, naming what changed, if that would exceed the plan's `max_programs`.
         """
         state = self.state = self.guard.key()
-        return [self._bind(batch, state, training) for batch in microbatches]
+        bound = []
+        for number, batch in enumerate(microbatches):
+            try:
+                bound.append(self._bind(batch, state, training))
+            except BaseException as error:
+                error.add_note(f"in microbatch {number}")
+                raise
+        return bound
 
     def forget(self, number: int) -> None:
         """Drop the specialisations from `number` on, as if they had never been captured."""
@@ -123,7 +130,7 @@ def _places(batch: Any) -> tuple[tuple[int, str], ...]:
 
 def _serve(entry: _Entry, leaves: Sequence[Any]) -> Bound | None:
     # Programs are captured from, and compiled for, dense batch tensors.
-    tensors = {path: leaves[position].contiguous() for position, path in entry.places}
+    tensors = {path: dense(leaves[position]) for position, path in entry.places}
     for one in entry.specialisations:
         if not _captured_fit(one):
             continue

@@ -30,7 +30,13 @@ class Counting:
         self, microbatches: Sequence[MicrobatchInputs], cuts: Sequence[Partitioned], total: Contribution
     ) -> tuple[Counts, int]:
         """The counts, and how many collectives it took. total: what all data ranks report."""
-        counted = [self._prologue(one, cut) for one, cut in zip(microbatches, cuts, strict=True)]
+        counted = []
+        for number, (one, cut) in enumerate(zip(microbatches, cuts, strict=True)):
+            try:
+                counted.append(self._prologue(one, cut))
+            except BaseException as error:
+                error.add_note(f"in microbatch {number}")
+                raise
         used = 0
 
         def reduce(vector: torch.Tensor) -> torch.Tensor:

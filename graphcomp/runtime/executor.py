@@ -53,7 +53,7 @@ class RankExecutor:
     list, the inputs of that program in order, they return its outputs in order. What is in that list for
     the last time is in no other place of the runtime: it lives as long as the callee keeps it.
     accumulate_dtype: of the accumulated gradients; None: as they come. step_calls: the step programs that talk to the
-    other data ranks.
+    other data ranks. rank: what messages call it; None: its number in the pipeline.
     """
 
     def __init__(
@@ -65,8 +65,10 @@ class RankExecutor:
         device: torch.device | str = "cpu",
         accumulate_dtype: torch.dtype | None = None,
         step_calls: StepCalls | None = None,
+        rank: int | None = None,
     ) -> None:
         self.program, self.transport = program, transport
+        self.rank = program.rank if rank is None else rank
         calls = step_calls or {}
         context = Context(
             program, tuple(specialisations), callables, transport, torch.device(device), accumulate_dtype, calls
@@ -118,7 +120,7 @@ class RankExecutor:
                     if operations[place](state):
                         return False
                     place += 1
-        except Exception as error:
+        except BaseException as error:
             error.add_note(self._where(self.program.instructions[place]))
             raise
         finally:
@@ -173,8 +175,9 @@ class RankExecutor:
     def _where(self, instruction: Instruction) -> str:
         if isinstance(instruction, Run):
             place = f"microbatch {instruction.microbatch}, action {instruction.action}"
-            return f"in rank {self.program.rank}, stage {instruction.stage}, {place}"
-        return f"in rank {self.program.rank}, at: {instruction}"
+            return f"in rank {self.rank}, stage {instruction.stage}, {place}"
+        stages = ", ".join(map(str, self.program.stages))
+        return f"in rank {self.rank}, stage {stages}, at: {instruction}"
 
 
 def run_virtual_ranks(executors: Sequence[RankExecutor]) -> list[RankResult]:

@@ -41,6 +41,24 @@ class _Sharded:
         return local
 
 
+@dataclass(frozen=True)
+class Writes:
+    """What a step writes: gradients, each with its parameter, and new values of buffers."""
+
+    gradients: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    buffers: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+
+    def write(self) -> None:
+        with torch.no_grad():
+            for parameter, gradient in self.gradients:
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    local_rows(parameter.grad).add_(local_rows(gradient))
+            for buffer, value in self.buffers:
+                buffer.copy_(value)
+
+
 class LiveState:
     """Looks parameters and buffers up where the modules keep them, without walking over the modules each time."""
 
@@ -73,11 +91,15 @@ class LiveState:
         return _read(self._buffers)
 
     def commit(self, gradients: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
-        """Add gradients to `.grad` and write buffers. The last act of a step.
+        """Add gradients to `.grad` and write buffers. The last act of a step; raises as `writes` does."""
+        self.writes(gradients, buffers).write()
 
-        Of a sharded parameter, its padded rows of this rank are given. Raises StateError, before any effect, for a
-        written buffer that is a view of other state (programs take the two for independent), and for a `.grad` that
-        the gradient cannot be added to.
+    def writes(self, gradients: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> Writes:
+        """What a step writes at its end, made ready so that nothing is left that could fail. Without any effect.
+
+        Of a sharded parameter, its padded rows of this rank are given. Raises StateError for a written buffer that is a
+        view of other state (programs take the two for independent), and for a `.grad` that the gradient cannot be
+        added to.
         """
         for name in buffers:
             if name in self._overlaps:
@@ -89,19 +111,15 @@ class LiveState:
         with torch.no_grad():
             added = [self._prepared(name, gradient) for name, gradient in gradients.items()]
             targets = {name: self._buffers[name][0][self._buffers[name][1]] for name in buffers}
+            for name, target in targets.items():
+                _require_writable(f"buffer '{name}'", target)
             memory = {target.untyped_storage().data_ptr() for target in targets.values()}
             # A new value may be another buffer as it was (a swap, a previous value): kept before that one is written.
             kept = {
                 name: value.clone() if value.untyped_storage().data_ptr() in memory else value
                 for name, value in buffers.items()
             }
-            for parameter, gradient in added:
-                if parameter.grad is None:
-                    parameter.grad = gradient
-                else:
-                    local_rows(parameter.grad).add_(local_rows(gradient))
-            for name, target in targets.items():
-                target.copy_(kept[name])
+        return Writes(tuple(added), tuple((target, kept[name]) for name, target in targets.items()))
 
     def _prepared(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A parameter and what its `.grad` grows by, in its dtype and sharded like it."""
@@ -120,6 +138,8 @@ class LiveState:
                 got=_form(before),
                 do="call zero_grad() before the step, or keep the gradients that earlier steps wrote",
             )
+        if before is not None:
+            _require_writable(f"the gradient of parameter '{name}'", local_rows(before))
         return parameter, gradient
 
     def require_real(self, names: set[str]) -> None:
@@ -159,6 +179,21 @@ def _split(tensor: torch.Tensor) -> object:
     """What two tensors must have in common so that one can be added to the other, rank by rank."""
     over = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
     return tuple(tensor.shape), over
+
+
+def _require_writable(what: str, tensor: torch.Tensor) -> None:
+    """Raise StateError for what torch does not write into."""
+    repeated = tensor.layout is torch.strided and any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    if repeated or tensor.is_inference() or tensor.layout is not torch.strided:
+        kind = "an expanded view" if repeated else "made in inference mode" if tensor.is_inference() else tensor.layout
+        raise StateError(
+            f"{what} cannot be written in place",
+            expected="a dense tensor with memory of its own",
+            got=kind,
+            do="call zero_grad(), or replace it by a clone",
+        )
 
 
 def _form(tensor: torch.Tensor) -> str:
