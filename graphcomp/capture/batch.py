@@ -27,10 +27,20 @@ def size_class(size: int) -> int:
 def leaf_key(leaf: Any) -> Any:
     """What a program depends on in one leaf: never the contents of a tensor, always those of everything else."""
     if isinstance(leaf, torch.Tensor):
-        return leaf.dtype, leaf.device, tuple(size_class(size) for size in leaf.shape), leaf.requires_grad
+        if leaf.layout is not torch.strided:
+            return leaf.layout  # `describe` refuses it
+        shape = tuple(size_class(size) for size in leaf.shape)
+        return type(leaf), leaf.dtype, leaf.device, shape, leaf.requires_grad
     if isinstance(leaf, float):
         return type(leaf), repr(leaf)  # the text tells 0.0 from -0.0, and nan equals nan
     return type(leaf), leaf
+
+
+def dense(leaf: torch.Tensor) -> torch.Tensor:
+    """As programs take it: contiguous, with no conjugation or negation left to be done."""
+    if leaf.is_conj() or leaf.is_neg():
+        leaf = leaf.resolve_conj().resolve_neg()
+    return leaf.contiguous()
 
 
 @dataclass(frozen=True)
@@ -58,15 +68,33 @@ def describe(batch: Any) -> tuple[BatchSpec, dict[str, torch.Tensor]]:
         path = path_text(keys, "batch")
         paths.append(path)
         if isinstance(leaf, torch.Tensor):
-            if leaf.requires_grad:
-                raise BatchError(
-                    f"the batch tensor {path} requires a gradient, which a compiled step does not compute",
-                    do="detach it, or make it a parameter of the model",
-                )
-            tensors[path] = leaf.contiguous()
+            _check(path, leaf)
+            tensors[path] = dense(leaf)
         else:
             static[position] = leaf
     return BatchSpec(tree, tuple(paths), static), tensors
+
+
+def _check(path: str, leaf: torch.Tensor) -> None:
+    if leaf.requires_grad:
+        raise BatchError(
+            f"the batch tensor {path} requires a gradient, which a compiled step does not compute",
+            do="detach it, or make it a parameter of the model",
+        )
+    if leaf.layout is not torch.strided:
+        raise BatchError(
+            f"the batch tensor {path} is not strided",
+            expected="a dense tensor",
+            got=f"layout {leaf.layout}",
+            do="make it dense, or pass its parts (indices and values; values and lengths) as fields of the batch",
+        )
+    if type(leaf) not in (torch.Tensor, nn.Parameter):
+        raise BatchError(
+            f"the batch tensor {path} is of a class of its own, which a program could not ask about",
+            expected="a plain tensor",
+            got=type(leaf).__name__,
+            do="pass x.as_subclass(torch.Tensor), or its parts as fields of the batch",
+        )
 
 
 def batch_key(batch: Any) -> tuple[Any, list[Any]]:
@@ -79,9 +107,11 @@ def batch_key(batch: Any) -> tuple[Any, list[Any]]:
     try:
         hash(key)
     except TypeError as error:
-        bad = next(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and not _hashable(leaf))
+        pairs, _ = tree_flatten_with_path(plain(batch))
+        keys, bad = next(pair for pair in pairs if not _hashable(leaf_key(pair[1])))
         raise BatchError(
             f"the batch holds a {type(bad).__name__}, which is neither a tensor nor a plain value",
+            where=path_text(keys, "batch"),
             expected="tensors, numbers, strings, None, and containers of them",
             do="register its type as a pytree, or leave it out of the batch",
         ) from error

@@ -99,12 +99,41 @@ def test_unhashable_leaf_is_refused() -> None:
     with pytest.raises(BatchError) as error:
         batch_key({"x": X, "table": Table()})
     assert "the batch holds a Table, which is neither a tensor nor a plain value" in str(error.value)
+    assert "where: table" in str(error.value)
     assert "what to do: register its type as a pytree" in str(error.value)
 
 
 def test_batch_tensor_that_requires_a_gradient_is_refused() -> None:
     with pytest.raises(BatchError, match=r"batch tensor h\.x requires a gradient.*\n.*what to do: detach it"):
         describe({"h": {"x": torch.zeros(2, requires_grad=True)}})
+
+
+class Tagged(Tensor):
+    """Code may ask whether it has one."""
+
+
+@pytest.mark.parametrize(
+    ("leaf", "text"),
+    [
+        (X.to_sparse(), "the batch tensor h.x is not strided"),
+        (torch.nested.nested_tensor([X[0], X[0, :2]], layout=torch.jagged), "got: layout torch.jagged"),
+        (X.as_subclass(Tagged), "the batch tensor h.x is of a class of its own"),
+    ],
+    ids=["sparse", "nested", "subclass"],
+)
+def test_tensors_of_other_kinds_are_refused_by_name(leaf: Tensor, text: str) -> None:
+    assert key({"h": {"x": leaf}}) != key({"h": {"x": X}})
+    with pytest.raises(BatchError) as error:
+        describe({"h": {"x": leaf}})
+    assert text in str(error.value)
+
+
+def test_lazy_conjugation_and_negation_are_carried_out() -> None:
+    numbers = torch.tensor([1 + 2j, 3 - 1j])
+    _, tensors = describe({"conj": numbers.conj(), "neg": numbers.conj().imag, "x": X})
+    assert not tensors["conj"].is_conj() and tensors["conj"].tolist() == [1 - 2j, 3 + 1j]
+    assert not tensors["neg"].is_neg() and tensors["neg"].tolist() == [-2, 1]
+    assert tensors["x"] is X
 
 
 class Takes(nn.Module):
