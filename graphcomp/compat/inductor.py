@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graphcomp.compat.decompositions import inductor_table, trace_with
+from graphcomp.compat.onednn import use_onednn
 from graphcomp.compat.symbols import FakeTensorMode
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -40,6 +41,8 @@ def compile_graph(module: GraphModule, inputs: Sequence[Any], mode: FakeTensorMo
         with mode, enable_python_dispatcher():
             module = _decompose(module, inputs)
         module = _recursive_joint_graph_passes(module, input_device=_device(inputs))
+        if use_onednn(module.graph):
+            module.recompile()  # its code is the key of Inductor's cache on disk
         output = module.graph.output_node()
         results: Any = output.args[0]
         visible = [place for place, node in enumerate(results) if isinstance(node, Node)]
