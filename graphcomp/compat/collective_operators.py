@@ -8,6 +8,8 @@ _ops = torch.ops._c10d_functional
 
 ALL_REDUCE = _ops.all_reduce.default
 """(input, reduce_op, group_name)"""
+ALL_REDUCE_IN_PLACE = _ops.all_reduce_.default
+"""The same, into its input; no program holds it."""
 ALL_GATHER = _ops.all_gather_into_tensor.default
 """(input, group_size, group_name): the inputs of all ranks one behind the other, along dimension 0"""
 REDUCE_SCATTER = _ops.reduce_scatter_tensor.default

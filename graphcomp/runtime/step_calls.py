@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from graphcomp.dataparallel.build import collectives_of
+from graphcomp.dataparallel.in_place import reduce_in_place
 from graphcomp.dataparallel.step import DataParallel
 from graphcomp.ir import meta
 from graphcomp.ir.interp import boxed_callable
@@ -20,7 +21,8 @@ AXIS = "dp"
 def process_calls(data: DataParallel, stages: Iterable[int], group: str) -> StepCalls:
     """The step programs of these stages on this process. group: the name of the process group over the data ranks."""
     return {
-        key: _step_call(program, boxed_callable(program, {AXIS: group})) for key, program in _programs(data, stages)
+        key: _step_call(program, boxed_callable(reduce_in_place(program), {AXIS: group}))
+        for key, program in _programs(data, stages)
     }
 
 
