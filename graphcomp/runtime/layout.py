@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphcomp.errors import PlanError
 from graphcomp.plan import Plan
+from graphcomp.runtime.difference import difference
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,10 @@ def check_layout(plan: Plan) -> None:
 
 
 def make_layout(plan: Plan, model: nn.Module) -> Layout:
-    """The layout of this process. Creates process groups, so all ranks of the mesh must call it."""
+    """The layout of this process. Creates process groups, so all ranks of the mesh must call it.
+
+    Raises AgreementError, on all of them, if they were given different plans.
+    """
     if plan.mesh is None:
         tensors = [*model.parameters(), *model.buffers()]
         found = next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
@@ -101,10 +105,11 @@ def make_layout(plan: Plan, model: nn.Module) -> Layout:
     limit, me = timedelta(seconds=plan.deadline), dist.get_rank()
     data_rank = next(i for i, line in enumerate(lines) if me in line)
     rank = lines[data_rank].index(me)
-    down, up, closing = (_own_group(lines, limit) for _ in range(3))
-    data = _own_group([list(members) for members in zip(*lines, strict=True)], limit)
     everyone = sorted(member for line in lines for member in line)
     side = dist.new_group(everyone, timeout=limit, backend="gloo")
+    _require_one_plan(plan, side)
+    down, up, closing = (_own_group(lines, limit) for _ in range(3))
+    data = _own_group([list(members) for members in zip(*lines, strict=True)], limit)
     return Layout(
         rank=rank,
         ranks=tuple(lines[data_rank]),
@@ -119,6 +124,18 @@ def make_layout(plan: Plan, model: nn.Module) -> Layout:
         data_ranks=len(lines),
         lines=tuple(tuple(map(everyone.index, line)) for line in lines),
     )
+
+
+def _require_one_plan(plan: Plan, side: dist.ProcessGroup) -> None:
+    """Compare what must be equal on all ranks, before it decides which groups they make."""
+    lines = [] if plan.mesh is None else [f"mesh={plan.mesh.mesh_dim_names} {plan.mesh.mesh.tolist()}"]
+    free = ("mesh", "quiet", "deadline")
+    lines += [f"{one.name}={getattr(plan, one.name)!r}" for one in fields(plan) if one.name not in free]
+    texts: list[str] = [""] * dist.get_world_size(side)
+    dist.all_gather_object(texts, "\n".join(lines), group=side)
+    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
+    if other is not None:
+        raise difference(texts, 0, other)
 
 
 def pipelines(mesh: DeviceMesh) -> list[list[int]]:
