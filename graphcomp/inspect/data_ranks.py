@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from graphcomp.compat import collective_operators as ops
+from graphcomp.compat.operators import OpOverload
 from graphcomp.dataparallel.spec import Spec
 from graphcomp.dataparallel.step import DataParallel
 from graphcomp.inspect.table import columns, count, size
@@ -50,6 +51,6 @@ def _rows(data: DataParallel, stage: int, gathers: int) -> Iterator[tuple[object
                 yield "reduce", *_calls(reduce, operator, specs), 1
 
 
-def _calls(program: Program, operator: object, specs: list[Spec]) -> tuple[object, ...]:
+def _calls(program: Program, operator: OpOverload, specs: list[Spec]) -> tuple[object, ...]:
     calls = sum(node.target is operator for node in program.calls())
     return _NAMES[operator], len(specs), count(sum(spec.numel for spec in specs)), size(bytes_of(specs)), calls

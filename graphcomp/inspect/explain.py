@@ -171,8 +171,9 @@ def _example(cut: Partitioned) -> Iterator[tuple[str, int]]:
     inputs = dict(cut.joint.program.input_nodes())
     for symbol, (path, dimension) in cut.joint.sizes.symbols.items():
         leaf = inputs.get(role.BatchLeaf(path))
-        if leaf is not None:
-            yield symbol, hint(meta.value(leaf).shape[dimension])
+        tensor = None if leaf is None else meta.tensor(leaf)
+        if tensor is not None:
+            yield symbol, hint(tensor.shape[dimension])
         elif role.Size(symbol) in inputs:
             yield symbol, hint(meta.value(inputs[role.Size(symbol)]))
 

@@ -112,4 +112,4 @@ class Process(Compared):
 
 
 def _whole(parameter: DTensor) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().full_tensor(), parameter.requires_grad)
+    return nn.Parameter(parameter.full_tensor().detach(), parameter.requires_grad)

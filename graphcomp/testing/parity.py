@@ -82,8 +82,9 @@ def check_parity(
     program of one stage, which draws eager's, is compared with eager; then the step with the uncut program that it was
     cut from, run microbatch by microbatch on the same seeds. That one is in the table.
 
-    The model is left as it was, but for what a step does to parameters that its plan shards. Raises ParityError with
-    the first difference and the first graph node that differs.
+    The model is left as it was, but for what the first step over data ranks does to parameters: all get the values of
+    the first data rank, and are sharded if the plan says so. Raises ParityError with the first difference and the first
+    graph node that differs.
     """
     if data_ranks > 1 and (step is not None or (plan is not None and plan.mesh is not None)):
         raise PlanError(

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from graphcomp import errors
+from graphcomp.dataparallel.build import step_program
+from graphcomp.dataparallel.programs import reduce_program
+from graphcomp.dataparallel.spec import Spec
+from graphcomp.plan import Plan
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -82,6 +88,12 @@ def test_every_error_names_its_section() -> None:
 def test_every_page_is_in_the_reading_order() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     assert all(f"{page.name})" in index for page in PAGES if page.name != "index.md")
+
+
+def test_the_step_program_on_the_page_is_how_it_prints() -> None:
+    specs = [Spec("head.weight", (4, 3), torch.float32, "cpu"), Spec("head.bias", (4,), torch.float32, "cpu")]
+    program = step_program(reduce_program(0, specs, [], ranks=2), Plan().bucket_bytes)
+    assert textwrap.indent(str(program), "    ") in (ROOT / "docs" / "concepts.md").read_text()
 
 
 def test_blocks_are_found_with_their_lines() -> None:
