@@ -109,7 +109,8 @@ class GraphCompiler:
         training: with its backward; otherwise forward and loss only.
         """
         with self.progress.work("capturing", "captured the joint program"), _no_collection():
-            joint = capture(self.model, self.loss_fn, example, training=training, device=device)
+            mesh = self.plan.mesh
+            joint = capture(self.model, self.loss_fn, example, training=training, device=device, mesh=mesh)
             self.traces += 1
             manager = PassManager(joint_passes(self.is_cut))
             program = manager.run(joint.program)
@@ -193,7 +194,7 @@ class GraphCompiler:
             key = (outputs, stage, kind)
             if key not in one.callables:
                 program = getattr(one.partitions[outputs].stages[stage], kind)
-                compiled = self.backend.compile(program)
+                compiled = self.backend.compile(program, one.joint.groups)
                 one.callables[key] = compiled.call
                 if compiled.conditions:
                     self.add_conditions(one, compiled.conditions)

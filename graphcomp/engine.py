@@ -1,36 +1,40 @@
-"""The engine: binds microbatches to programs and runs a step on this process's ranks. It writes to nothing."""
+"""The engine: binds microbatches to programs and runs a step on this process's ranks, whole or not at all."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
+from graphcomp.compat.process_groups import group_of
 from graphcomp.compiler import GraphCompiler
 from graphcomp.dataparallel.rows import join_rows, padded_rows
 from graphcomp.dispatch import Bound, Dispatcher, as_microbatches
-from graphcomp.errors import AgreementError, RankFailure, StepError
+from graphcomp.errors import AgreementError, StepError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.randomness import step_seeds
 from graphcomp.prepare import Preparation, Prepared, key_of
-from graphcomp.runtime.agreement import Agreed, DataRank, Intent, difference
+from graphcomp.runtime.agreement import Agreed, DataRank, Intent
 from graphcomp.runtime.closing import Closed, DataRanks
 from graphcomp.runtime.counting import Counting
+from graphcomp.runtime.difference import difference
 from graphcomp.runtime.executor import RankResult, run_virtual_ranks
+from graphcomp.runtime.failure import Failures, Progress
+from graphcomp.runtime.fingerprint import checksum
 from graphcomp.runtime.inputs import StepInputs
 from graphcomp.runtime.layout import Layout
 from graphcomp.runtime.outputs import collect_outputs
 from graphcomp.runtime.prologue import Counts
 from graphcomp.runtime.result import StepResult
-from graphcomp.runtime.state import LiveState
+from graphcomp.runtime.signals import signals_held
+from graphcomp.runtime.state import LiveState, Writes
 
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "DistBackendError")
-"""How a process group says that a peer is gone; it has no error type for that."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,10 @@ class BoundStep:
 
 @dataclass(frozen=True)
 class Ran:
-    """A finished step, not yet committed. gradients: by name, of the ranks in this process. buffers: new values."""
+    """A finished step. gradients: by name, of the ranks in this process. buffers: new values.
+
+    They are written where a process runs one rank; of virtual ranks nothing is.
+    """
 
     result: StepResult
     gradients: Mapping[str, torch.Tensor]
@@ -91,8 +98,9 @@ class Engine:
         self.preparation = Preparation(compiler, layout, virtual, self.state)
         self.agreement = self.preparation.agreement
         self.counting = Counting(layout)
+        self.progress = Progress()
+        self.failures = Failures(layout, self.progress, self._shared_groups)
         self.followed: Hashable = None
-        self.broken: str | None = None
         self._scales: dict[tuple[float, torch.dtype], torch.Tensor] = {}
 
     def bind(self, dispatcher: Dispatcher, given: Sequence[Iterable[Any]], options: Options) -> BoundStep:
@@ -101,7 +109,11 @@ class Engine:
         given: the microbatches of each pipeline in this process. What cannot be bound leaves no specialisation behind,
         on any rank.
         """
-        self._require_usable()
+        self.require_usable()
+        self.progress.begin("preparing the step")
+        return self.failures.guarded(lambda: self._bind(dispatcher, given, options), self.agreement.known)
+
+    def _bind(self, dispatcher: Dispatcher, given: Sequence[Iterable[Any]], options: Options) -> BoundStep:
         batches: list[list[Any]] | None = None
         for _ in range(self.compiler.plan.max_programs + 1):
             before, told = len(self.compiler.specialisations), False
@@ -131,7 +143,8 @@ class Engine:
             except Exception:
                 dispatcher.forget(before)
                 raise
-        raise StepError("compiling keeps adding conditions that the microbatches do not meet")
+        error = StepError("compiling keeps adding conditions that the microbatches do not meet")
+        raise self.agreement.told(error)
 
     def _lines(
         self, bound: Sequence[tuple[Bound, ...]], prepared: Sequence[Prepared], ranks: Sequence[DataRank]
@@ -140,13 +153,15 @@ class Engine:
             data_rank = place if self.virtual else self.layout.data_rank
             yield Line(own, ready, data_rank, sum(rank.microbatches for rank in ranks[:data_rank]))
 
-    def _require_usable(self) -> None:
-        if self.broken is not None:
+    def require_usable(self) -> None:
+        """Raise StepError after a failure that ended the step on all ranks."""
+        if self.failures.broken is not None:
             raise StepError(
                 "this step is unusable: an earlier one failed while messages were under way",
                 where=f"rank {self.layout.rank}",
-                got=self.broken,
-                do="gradients and buffers are as before that step; start the processes again to go on",
+                got=self.failures.broken,
+                do="make a new mesh and a new step on all ranks, or start the processes again; the error of that step "
+                "says what it has written",
             )
 
     def _compare(self, intents: Sequence[Intent]) -> Agreed:
@@ -165,27 +180,33 @@ class Engine:
             f"{len(bound)} microbatches",
             *(f"microbatch {i}: specialisation {n}, sizes {sizes}" for i, (n, *sizes) in enumerate(each)),
         ]
+        contents: tuple[int, ...] = ()
+        if self.compiler.plan.check is not None and not self.virtual:
+            found = [(i, path, int(checksum(leaf))) for i, one in enumerate(bound) for path, leaf in one.leaves.items()]
+            contents = tuple(value for _, _, value in found)
+            lines += [f"microbatch {i}: contents of {path} {value & (1 << 64) - 1:016x}" for i, path, value in found]
         kinds, names = ("none", "local", "all"), options.tokens
         key = key_of(specialisations, options.keeps)
         return Intent(
             common=(options.training, kinds.index(options.outputs), options.loss_scale, crc32(repr(names).encode())),
-            own=each,
+            own=(each, contents),
             text="\n".join(lines),
             contribution=self.preparation.contribution(specialisations).number,
             microbatches=len(bound),
             is_new=self.preparation.is_new(key),
-            exchanges=self.preparation.exchanges(key),
+            exchanges=self.preparation.exchanges(key).at([one.sizes for one in bound]),
         )
 
     def _check_meeting(self, intents: Sequence[Intent], agreed: Agreed) -> None:
         """What data ranks do together while their pipelines run, they must do in one order. Raises on all of them."""
         ranks = agreed.ranks
         if self.compiler.plan.regather and len({rank.microbatches for rank in ranks}) > 1:
-            raise AgreementError(
+            error = AgreementError(
                 "Plan(regather=True) needs as many microbatches on every data rank",
                 got=", ".join(f"{rank.microbatches} on data rank {i}" for i, rank in enumerate(ranks)),
                 do="give every data rank the same number, or leave `regather` out",
             )
+            raise self.agreement.told(error)
         if not agreed.meets:
             texts = ["\n".join(one.exchanges.lines) for one in intents]
             self.agreement.share(texts[0], None, "take part in the step", self.agreement.peers)
@@ -195,49 +216,69 @@ class Engine:
         known = [loss.name for loss in prepared.total.losses]
         unknown = sorted(set(options.tokens) - set(known))
         if unknown:
-            raise StepError(
+            error = StepError(
                 f"the step has no loss named {', '.join(map(repr, unknown))}",
                 where="step(..., tokens=...)",
                 expected=f"names from {', '.join(map(repr, known))}",
                 got=", ".join(map(repr, options.tokens)),
                 do="give what step.count(microbatches) returns",
             )
+            raise self.agreement.told(error)
 
     def run(self, step: BoundStep, tokens: Mapping[str, torch.Tensor] | None = None) -> Ran:
-        """Run it. tokens: denominators in the place of the step's own counts. Writes to nothing of the model."""
-        executors = [executor for line in step.lines for executor in line.prepared.executors]
+        """Run it, and write what it yields. tokens: denominators in the place of the step's own counts.
+
+        An error before the closing exchange leaves everything as it was, on all ranks: none comes through that exchange
+        unless all have come to it, and what is written behind it has been made ready before.
+        """
         try:
-            counts, collectives = self.count(step)
-            if tokens:
-                counts = self.counting.replaced(counts, tokens)
-            seeds = self._seeds(step)
+            return self.failures.guarded(lambda: self._run(step, tokens))
+        except BaseException:
             for line in step.lines:
-                inputs = self._inputs(line, counts, seeds, step.options.loss_scale)
                 for executor in line.prepared.executors:
-                    executor.begin(inputs)
-            return self._finish(step, counts, run_virtual_ranks(executors), collectives)
-        except Exception as error:
-            for executor in executors:
-                executor.drop()
+                    executor.drop()
             if self.virtual:
                 self.preparation.forget()
-            if self.virtual or self.layout.side is None:
-                raise
-            self.broken = f"{type(error).__name__}: {error}".splitlines()[0]
-            if any(text in self.broken for text in LOST):
-                raise RankFailure(
-                    "another rank is gone, or has left the step",
-                    where="; ".join(getattr(error, "__notes__", [])) or f"rank {self.layout.rank}",
-                    got=self.broken,
-                    do="see the error of the rank that failed first; nothing was written to gradients or buffers",
-                ) from error
             raise
 
-    def count(self, step: BoundStep) -> tuple[Counts, int]:
-        """The tokens of a step, over all its data ranks, and the number of collectives used."""
+    def _run(self, step: BoundStep, tokens: Mapping[str, torch.Tensor] | None) -> Ran:
+        counts, collectives = self._count(step)
+        self.progress.doing = "beginning the microbatches"
+        if tokens:
+            counts = self.counting.replaced(counts, tokens)
+        seeds = self._seeds(step)
+        executors = [executor for line in step.lines for executor in line.prepared.executors]
+        for line in step.lines:
+            inputs = self._inputs(line, counts, seeds, step.options.loss_scale)
+            for executor in line.prepared.executors:
+                executor.begin(inputs)
+        results = run_virtual_ranks(executors)
+        self.progress.doing = "bringing the results together"
+        return self._finish(step, counts, results, collectives)
+
+    def together(self, doing: str, work: Callable[[], Result]) -> Result:
+        """What `work` returns, which all ranks do between steps."""
+        self.require_usable()
+        self.progress.begin(doing)
+        self.progress.closing = True  # one rank may have done it when another fails
+        return self.failures.guarded(work)
+
+    def count(self, step: BoundStep) -> Counts:
+        """The tokens of a step, over all its data ranks."""
+        return self.failures.guarded(lambda: self._count(step)[0])
+
+    def _count(self, step: BoundStep) -> tuple[Counts, int]:
+        self.progress.doing = "counting tokens"
         bound = [one.inputs(None) for line in step.lines for one in line.bound]
         cuts = [cut for line in step.lines for cut in line.prepared.partitioned]
         return self.counting.count(bound, cuts, step.lines[0].prepared.total)
+
+    def _shared_groups(self) -> Iterator[dist.ProcessGroup]:
+        """Those that ranks may wait on besides the layout's."""
+        for name in {name for one in self.compiler.specialisations for name in one.joint.groups.values()}:
+            yield group_of(name)
+        if self.layout.data_mesh is not None and not self.preparation.spread:
+            yield self.layout.data_mesh.get_group()
 
     def _seeds(self, step: BoundStep) -> Sequence[torch.Tensor | None]:
         """One for each microbatch of all data ranks, in their order; drawn by the job's first rank."""
@@ -282,8 +323,7 @@ class Engine:
     def _finish(self, step: BoundStep, counts: Counts, results: Sequence[RankResult], collectives: int) -> Ran:
         left = iter(results)
         by_line = [[next(left) for _ in line.prepared.executors] for line in step.lines]
-        closed, used = self._close(step, by_line, counts)
-        collectives += used + sum(result.collectives for result in results)
+        collectives += sum(result.collectives for result in results)
         kept: list[Any] = []
         for line, own in zip(step.lines, by_line, strict=True) if step.options.keeps else ():
             group = None if self.virtual or step.options.outputs == "local" else self.layout.closing
@@ -294,6 +334,17 @@ class Engine:
         buffers: dict[str, torch.Tensor] = {}
         for result in results:
             buffers |= result.buffers
+        gradients = _gradients(step.lines, by_line)
+        writes = Writes()
+        if step.options.training and not self.virtual:
+            writes = self.state.writes(gradients, buffers)
+        with signals_held():
+            self.progress.close()
+            closed, used = self._close(step, by_line, counts)
+            if self.layout.device.type != "cpu":
+                self.agreement.meet()  # the host has not waited for the exchange
+            self.progress.write()
+            writes.write()
         first = closed[0]
         reported = StepResult(
             first.loss,
@@ -305,11 +356,11 @@ class Engine:
         )
         return Ran(
             reported,
-            _gradients(step.lines, by_line),
+            gradients,
             buffers,
             sum(result.messages for result in results),
             sum(result.bytes_sent for result in results),
-            collectives,
+            collectives + used,
         )
 
     def _close(

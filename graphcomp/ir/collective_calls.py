@@ -11,6 +11,7 @@ from torch.fx.node import map_arg
 from graphcomp.compat.collective_operators import WAIT
 from graphcomp.compat.operators import OpOverload, argument_names
 from graphcomp.errors import VerifyError
+from graphcomp.ir.groups import is_text
 from graphcomp.plan import AXES
 
 GROUP = "group_name"
@@ -39,21 +40,22 @@ def axis_of(node: Node) -> str | None:
 
 
 def name_groups(graph: Graph, groups: Mapping[str, str], where: str) -> None:
-    """Put process groups' names in the place of mesh axes. Other groups' names stay as they are.
+    """Put process groups' names in the place of mesh axes and of other texts for ranks (see `ir.groups`).
 
-    Raises VerifyError if a collective runs over a mesh axis that has no group.
+    Raises VerifyError for one that has no group here. Names of process groups stay as they are.
     """
     for node in graph.nodes:
         axis = axis_of(node)
         if axis is None:
             continue
-        if axis not in groups and axis in AXES:
+        if axis not in groups and is_text(axis):
+            over = f"mesh axis '{axis}'" if axis in AXES else f"'{axis}'"
             raise VerifyError(
-                f"collective '{node.name}' runs over mesh axis '{axis}', which has no process group here",
+                f"collective '{node.name}' runs over {over}, which has no process group here",
                 where=where,
                 expected=", ".join(sorted(groups)) or "no collective",
                 got=axis,
-                do=f"use a mesh with an axis '{axis}'",
+                do=f"use a mesh with an axis '{axis}'" if axis in AXES else None,
             )
         named = groups.get(axis, axis)
         if GROUP in node.kwargs:

@@ -12,6 +12,7 @@ from graphcomp.compat.symbols import expression
 from graphcomp.errors import PartitionError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
+from graphcomp.ir.effects import is_collective
 from graphcomp.ir.program import Program
 from graphcomp.ir.randomness import draws
 from graphcomp.ir.signature import Role
@@ -128,8 +129,9 @@ class _Cutter:
         """The owned nodes that some result needs; a sum that was split up, and dead code, are none."""
         live: set[Node] = set()
         pending = [node for results in self.results.values() for _, node in results if node is not None]
-        # A draw that nobody reads moves the random stream on all the same.
-        pending += [node for node in self.program.calls() if node in self.slots and draws(node)]
+        # A draw that nobody reads moves the random stream on all the same; a collective has to be issued by all ranks.
+        kept = (node for node in self.program.calls() if draws(node) or is_collective(node))
+        pending += [node for node in kept if node in self.slots]
         while pending:
             node = pending.pop()
             if node in live:
@@ -186,7 +188,7 @@ class _Cutter:
         saved: dict[Node, Role] = {node: role.Saved(i) for i, node in enumerate(routes.saved.get(index, []))}
         coming = _numbered(routes.up.get(above, []), above, index)
         going = _numbered(routes.up.get(index, []), index, below)
-        has_backward = bool(self.results.get(backward) or going)
+        has_backward = bool(self.results.get(backward) or going or self.members.get(backward))
         results = self.results.get(forward, [])
         gradients: list[Result] = [*((what, node) for node, what in going.items()), *self.results.get(backward, [])]
         of_forward: list[Result] = [(what, node) for node, what in leaving.items()]

@@ -11,6 +11,7 @@ from graphcomp.errors import StateError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.program import Program
+from graphcomp.partition.traits import is_part
 
 
 @dataclass(frozen=True, order=True)
@@ -34,8 +35,7 @@ def place(program: Program, cuts: Sequence[int], forward: Sequence[Node], replic
         while stage < last and position >= cuts[stage]:
             stage += 1
         source = node.all_input_nodes[0] if node.all_input_nodes else None
-        # A part of a tuple stays with the operation that makes the tuple.
-        tied = source is not None and isinstance(meta.value(source), (tuple, list)) and source in slots
+        tied = source is not None and source in slots and is_part(node)
         own = slots[source].stage if tied and source is not None else stage
         slots[node] = Slot(False, own)
         operation = meta.note(node).operation
@@ -47,8 +47,7 @@ def place(program: Program, cuts: Sequence[int], forward: Sequence[Node], replic
         operation = meta.note(node).operation
         bounds = [slots[n].stage for n in node.all_input_nodes if n in slots and slots[n].backward]
         source = node.all_input_nodes[0] if node.all_input_nodes else None
-        # A part of a tuple stays with the operation that makes the tuple, as above.
-        tied = source in slots and isinstance(meta.value(source), (tuple, list))
+        tied = source in slots and is_part(node)
         if operation in stage_of_operation and not tied:
             bounds.append(stage_of_operation[operation])
         slots[node] = Slot(True, min(bounds, default=last))

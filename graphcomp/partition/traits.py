@@ -9,6 +9,7 @@ from graphcomp.compat.aliasing import viewed_argument
 from graphcomp.compat.operators import OpOverload
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
+from graphcomp.ir.collective_calls import is_wait
 from graphcomp.ir.effects import is_impure
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
@@ -34,6 +35,12 @@ def is_view(node: Node) -> bool:
 def is_alias(node: Node) -> bool:
     """Whether a node is its argument under another name, strides and all."""
     return isinstance(node.target, OpOverload) and node.target.overloadpacket in _SAME
+
+
+def is_part(node: Node) -> bool:
+    """Whether a node stays with its first input: a part of a tuple, or the wait of a collective."""
+    source = node.all_input_nodes[0] if node.all_input_nodes else None
+    return source is not None and (isinstance(meta.value(source), (tuple, list)) or is_wait(node))
 
 
 _SAME = {torch.ops.aten.detach, torch.ops.aten.alias}

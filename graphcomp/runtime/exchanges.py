@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from torch.fx import Node
+
+from graphcomp.compat.collective_operators import ALL_TO_ALL
 from graphcomp.compat.process_groups import ranks_of
+from graphcomp.compat.symbols import expression, symbol_names
 from graphcomp.ir import meta
 from graphcomp.ir.collective_calls import axis_of, is_start
 from graphcomp.ir.program import Program
+from graphcomp.ir.sizes import evaluator
 from graphcomp.ir.spelling import Symbols, operation, value
 from graphcomp.partition import Partitioned
 from graphcomp.partition.stages import Stage
@@ -21,9 +26,19 @@ AXIS = "dp"
 
 @dataclass(frozen=True)
 class Exchanges:
-    """One line for each, in order."""
+    """One line for each, in order. shapes: of those whose values have to be of one shape on all ranks, and depend on
+    the microbatch: its place, and the shape from its sizes.
+    """
 
     lines: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, Callable[[Mapping[str, int]], tuple[int, ...]]], ...] = ()
+
+    def at(self, sizes: Sequence[Mapping[str, int]]) -> Exchanges:
+        """With all shapes that they have in a step; sizes: of each microbatch."""
+        if not self.shapes:
+            return self
+        found = [f"microbatch {place}: a collective of {shape(sizes[place])}" for place, shape in self.shapes]
+        return Exchanges((*self.lines, *found))
 
     @cached_property
     def number(self) -> int:
@@ -41,27 +56,46 @@ def exchanges(
     specialisations: one a microbatch. regather: parameters are gathered before each action. peers: the global ranks
     that hold the same stage in all pipelines; collectives of the model over all of them count.
     """
-    lines = []
+    lines: list[str] = []
+    shapes = []
     for action in actions:
         cut = specialisations[action.microbatch]
         program = _program(cut.stages[action.stage], action)
         if program is not None:
             found = ["gathers its parameters"] if regather else []
-            found += _collectives(program, cut, set(peers))
+            for node in _collectives(program, cut, set(peers)):
+                found.append(_text(node, Symbols(program)))
+                shape = _shape(node, program)
+                if shape is not None:
+                    shapes.append((action.microbatch, shape))
             lines += [f"stage {action.stage}, {action.kind.name}: {text}" for text in found]
-    return Exchanges(tuple(lines))
+    return Exchanges(tuple(lines), tuple(shapes))
 
 
 def _program(stage: Stage, action: Action) -> Program | None:
     return {Kind.F: stage.forward, Kind.B: stage.backward, Kind.FB: stage.fused}.get(action.kind)
 
 
-def _collectives(program: Program, cut: Partitioned, peers: set[int]) -> Iterator[str]:
-    symbols = Symbols(program)
+def _collectives(program: Program, cut: Partitioned, peers: set[int]) -> Iterator[Node]:
     for node in filter(is_start, program.calls()):
         group = axis_of(node) or ""
         name = cut.joint.groups.get(group)
         if group == AXIS or (name is not None and peers and peers <= set(ranks_of(name))):
-            source = meta.note(node).source
-            where = f" at {source}" if source else ""
-            yield f"{operation(node.target)} over {group}, gives {value(meta.value(node), symbols)}{where}"
+            yield node
+
+
+def _text(node: Node, symbols: Symbols) -> str:
+    source = meta.note(node).source
+    where = f" at {source}" if source else ""
+    return f"{operation(node.target)} over {axis_of(node)}, gives {value(meta.value(node), symbols)}{where}"
+
+
+def _shape(node: Node, program: Program) -> Callable[[Mapping[str, int]], tuple[int, ...]] | None:
+    """The shape of what a rank gives to a collective, from the sizes of a microbatch; None if it is fixed, or free."""
+    given = meta.tensor(node.all_input_nodes[0])
+    if given is None or node.target is ALL_TO_ALL:
+        return None
+    expressions = [expression(program.fake_mode, size) for size in given.shape]
+    symbols = sorted(symbol_names(expressions))
+    evaluate = evaluator(expressions, symbols)
+    return (lambda sizes: evaluate(*(sizes[symbol] for symbol in symbols))) if symbols else None
