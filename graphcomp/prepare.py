@@ -106,11 +106,11 @@ class Preparation:
         """
         one_of_each = {one.number: one for line in lines for one in line}
         self.agreement.share(_model_text(self.compiler.model), None, "", self.agreement.everyone)
+        self.agreement.alike({one.kind: str(one.joint) for one in one_of_each.values() if self.layout.side is not None})
         homes = self._agree_on_homes(list(one_of_each.values()), outputs)
         failure: Exception | None = None
         made: dict[Key, _Compiled] = {}
-        texts = {one.kind: str(one.joint) for one in one_of_each.values() if self.layout.side is not None}
-        wire = ""
+        wire, to_shard = "", ""
         try:
             for line in lines:
                 made[key_of(line, outputs)] = self._compile(line, outputs)
@@ -119,8 +119,7 @@ class Preparation:
             self.state.require_real({name for one in made.values() for name in one.partitioned[0].parameter_stages})
             wire = "\n".join(_wire_text(self.compiler, one) for one in made.values())
             if self._shards and self.layout.data_mesh is not None and not self._spread:
-                found = sharding_text(self.compiler.model, self.layout.data_mesh)
-                texts[f"parameters of stage {self.layout.rank}"] = found
+                to_shard = sharding_text(self.compiler.model, self.layout.data_mesh)
         except Exception as error:
             failure = error
         conditions = {number: one.joint.sizes.conditions for number, one in one_of_each.items()}
@@ -128,7 +127,7 @@ class Preparation:
         shared = self.agreement.share(wire, failure, "prepare the step", more=(conditions, contributions))
         if failure is not None:
             raise failure
-        self.agreement.alike(texts)
+        self.agreement.alike({f"parameters of stage {self.layout.rank}": to_shard})
         for theirs, _ in shared[self.layout.data_rank if len(shared) > 1 else 0]:
             for number, one in one_of_each.items():
                 self.compiler.add_conditions(one, theirs[number])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +23,7 @@ from graphcomp.testing import run_ranks
 from tests.steps.wire import GLOO, Wire, buckets, seen_by_gloo
 from tests.zoo import ZOO
 from tests.zoo.case import IGNORED
+from tests.zoo.gpt import TinyGPT
 from tests.zoo.reference import reference
 
 MODES = ("replicate", "shard", "regather")
@@ -175,21 +177,26 @@ def counted(mesh: DeviceMesh, mode: str) -> dict[str, Any]:
     return found
 
 
-def everything(rank: int, layout: str) -> dict[Any, Any]:
-    mesh = mesh_of(layout)
+def everything(rank: int, world_size: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
+    meshes = {layout: mesh_of(layout) for layout, (shape, _) in LAYOUTS.items() if math.prod(shape) == world_size}
     with one_capture_a_model():
-        for number, (_, name, mode) in enumerate(run for run in RUNS if run[0] == layout):
-            found[name, mode] = trained(name, mesh, mode, early=number % 2 == 0)
-        for mode in MODES if layout == "pp2 x dp2" else ():
-            found["counted", mode] = counted(mesh, mode)
+        for number, (layout, name, mode) in enumerate(run for run in RUNS if run[0] in meshes):
+            found[layout, name, mode] = trained(name, meshes[layout], mode, early=number % 2 == 0)
+        for mode in MODES if world_size == 4 else ():
+            found["counted", mode] = counted(meshes["pp2 x dp2"], mode)
     return found
 
 
 @functools.cache
-def ranks(layout: str) -> list[dict[Any, Any]]:
+def processes(number: int) -> list[dict[Any, Any]]:
     """What each process found: one start of them for all tests."""
-    return run_ranks(everything, 2 * len(LAYOUTS[layout][0]), layout, timeout=280)
+    return run_ranks(everything, number, number, timeout=280)
+
+
+def ranks(layout: str, *key: str) -> list[dict[str, Any]]:
+    """Of one run, in order of ranks."""
+    return [each[layout, *key] for each in processes(math.prod(LAYOUTS[layout][0]) if layout in LAYOUTS else 4)]
 
 
 @functools.cache
@@ -224,7 +231,7 @@ EACH = pytest.mark.parametrize(("layout", "name", "mode"), RUNS)
 @pytest.mark.gloo
 @EACH
 def test_data_ranks_train_what_one_process_trains(layout: str, name: str, mode: str) -> None:
-    expected, found = alone(name), [each[name, mode] for each in ranks(layout)]
+    expected, found = alone(name), ranks(layout, name, mode)
     for number, step in enumerate(expected["steps"]):
         ours = found[0]["steps"][number]
         assert ours["loss"] == pytest.approx(float(step.loss), rel=1e-9, abs=1e-12)
@@ -250,7 +257,7 @@ def test_data_ranks_train_what_one_process_trains(layout: str, name: str, mode: 
 @pytest.mark.gloo
 @EACH
 def test_all_ranks_say_the_same_and_all_copies_are_equal_bitwise(layout: str, name: str, mode: str) -> None:
-    found = [each[name, mode] for each in ranks(layout)]
+    found = ranks(layout, name, mode)
     for one in found[1:]:
         for what in ("steps", "norms", "evaluation", "nothing"):
             assert one[what] == found[0][what], what
@@ -269,7 +276,7 @@ def all_of(found: list[dict[str, Any]]) -> list[str]:
 @pytest.mark.gloo
 @EACH
 def test_a_step_without_tokens_has_gradients_and_a_loss_of_exactly_zero(layout: str, name: str, mode: str) -> None:
-    found = [each[name, mode] for each in ranks(layout)]
+    found = ranks(layout, name, mode)
     model = ZOO[name].build()
     for one in found:
         assert all(value == 0 for key, value in one["nothing"].items() if name != "moe")
@@ -288,8 +295,8 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 @pytest.mark.parametrize("mode", MODES)
 def test_what_a_step_sends(mode: str) -> None:
     """Gathers and reductions are once a step for each bucket, between the microbatches is nothing but messages."""
-    for rank, each in enumerate(ranks("pp2 x dp2")):
-        found, stage = each["counted", mode], rank // 2
+    for rank, found in enumerate(ranks("counted", mode)):
+        stage = rank // 2
         wire: Wire = found["step"]
         whole = {key: 2 * -(-shape[0] // 2) * shape[1:].numel() * 8 for key, shape in found["shapes"].items()}
         gathers = buckets([size // 2 for size in whole.values()], BUCKET)
@@ -317,8 +324,7 @@ def test_what_a_step_sends(mode: str) -> None:
 @pytest.mark.gloo
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_without_tokens_sends_the_same_and_gloo_sees_no_more(mode: str) -> None:
-    for each in ranks("pp2 x dp2"):
-        found = each["counted", mode]
+    for found in ranks("counted", mode):
         assert found["nothing"].calls == found["step"].calls
         assert found["gloo"] == Counter(GLOO.get(call.kind, call.kind) for call in found["step"].calls)
 
@@ -326,9 +332,53 @@ def test_a_step_without_tokens_sends_the_same_and_gloo_sees_no_more(mode: str) -
 @pytest.mark.gloo
 @pytest.mark.parametrize("mode", MODES)
 def test_what_an_evaluation_sends(mode: str) -> None:
-    for rank, each in enumerate(ranks("pp2 x dp2")):
-        found, stage = each["counted", mode], rank // 2
+    for rank, found in enumerate(ranks("counted", mode)):
+        stage = rank // 2
         wire, gathers = found["evaluation"], len(found["step"].of("all_gather"))
         assert len(wire.of("all_gather")) == (gathers // 2 if mode == "regather" and stage == 0 else gathers)
         assert (len(wire.of("all_reduce")), len(wire.of("reduce_scatter"))) == (3, 0)
         assert (len(wire.of("send")), len(wire.of("recv"))) == ((4, 0), (0, 4))[stage]
+
+
+class Small(TinyGPT):
+    """The zoo's tied decoder with fewer blocks: compiled in half the time."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=2)
+        self.head.weight = self.embed.weight
+
+
+def small() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Small()
+
+
+def on_inductor(rank: int, layout: str, mode: str) -> list[Any]:
+    mesh, case = mesh_of(layout), ZOO["ragged_gpt"]
+    model = small()
+    step = gc.compile_train_step(model, case.loss_fn, plan=plan_of(mesh, mode, backend="inductor"))
+    found = []
+    for number in range(2):
+        model.zero_grad()
+        batches = case.microbatches(4, number)
+        result = step([batches[:3], batches[3:]][mesh["dp"].get_local_rank()])
+        found.append((numbers(result), {key: full(p.grad) for key, p in step.named_parameters() if p.grad is not None}))
+    return [found, step.stats.traces]
+
+
+@pytest.mark.gloo
+@pytest.mark.inductor
+@pytest.mark.parametrize(("layout", "mode"), [("dp2", "replicate"), ("pp2 x dp2", "shard")])
+def test_inductor_over_data_ranks(layout: str, mode: str) -> None:
+    found = run_ranks(on_inductor, math.prod(LAYOUTS[layout][0]), layout, mode, timeout=280)
+    case = ZOO["ragged_gpt"]
+    for number in range(2):
+        expected = reference(small(), case.loss_fn, case.microbatches(4, number), torch.float64)
+        for steps, traces in found:
+            assert traces == 1 and steps[number][0] == found[0][0][number][0]
+            assert steps[number][0]["loss"] == pytest.approx(float(expected.loss), rel=1e-5)
+            for key, gradient in steps[number][1].items():
+                wanted = expected.gradients[key]
+                assert (gradient - wanted).abs().max() <= 1e-5 * wanted.abs().max(), key
+        assert set().union(*(steps[number][1] for steps, _ in found)) == set(expected.gradients)

@@ -29,6 +29,7 @@ class Call:
 
 KINDS = {
     "allreduce_": "all_reduce",
+    "all_reduce_": "all_reduce",  # in place
     "all_gather_into_tensor": "all_gather",
     "_allgather_base_": "host",  # of the agreement before a step, alone
     "reduce_scatter_tensor": "reduce_scatter",
