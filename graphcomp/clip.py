@@ -28,12 +28,18 @@ def clip_grad_norm_(step: CompiledStep, max_norm: float, norm_type: float = 2.0)
 
     Returns the norm before clipping: 0-dim, on this rank's device, equal on all ranks; nothing waits for it. All ranks
     must call this. In one process it is what `torch.nn.utils.clip_grad_norm_` computes.
+
+    Raises RankFailure where another rank has failed or is gone.
     """
     if not (max_norm >= 0 and norm_type > 0):
         raise PlanError(
             "clip_grad_norm_ takes a non-negative norm and a positive norm type",
             got=f"max_norm={max_norm!r}, norm_type={norm_type!r}",
         )
+    return step.together("clipping gradients", lambda: _clip(step, max_norm, norm_type))
+
+
+def _clip(step: CompiledStep, max_norm: float, norm_type: float) -> torch.Tensor:
     # What is whole is the same on all data ranks: the first one counts it.
     counted = [one for one in _held(step.counted_parameters()) if one.split or step.layout.data_rank == 0]
     own = [one.grad for one in counted if one.grad.numel()]  # no rows have no largest element

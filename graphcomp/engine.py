@@ -158,7 +158,7 @@ class Engine:
         if self.failures.broken is not None:
             raise StepError(
                 "this step is unusable: an earlier one failed while messages were under way",
-                where=f"rank {self.layout.rank}",
+                where=f"rank {self.layout.ranks[self.layout.rank]}",
                 got=self.failures.broken,
                 do="make a new mesh and a new step on all ranks, or start the processes again; the error of that step "
                 "says what it has written",

@@ -18,6 +18,7 @@ from graphcomp.runtime.agreement import Agreement, DataRank
 from graphcomp.runtime.closing import Closing
 from graphcomp.runtime.exchanges import Exchanges, exchanges
 from graphcomp.runtime.executor import RankExecutor
+from graphcomp.runtime.fingerprint import CheckedTransport, Steps
 from graphcomp.runtime.layout import Layout
 from graphcomp.runtime.link import Callables, StepCalls
 from graphcomp.runtime.lower import distinct
@@ -82,7 +83,9 @@ class Preparation:
         self._linked: dict[object, tuple[Prepared, ...]] = {}
         self._contributions: dict[int, Contribution] = {}
         self._homes: Mapping[str, tuple[int, ...]] = {}
-        self._spread = False
+        self._steps = Steps()
+        self.spread = False
+        """Whether the data ranks have been given their parameters."""
 
     def contribution(self, specialisations: Sequence[Specialisation]) -> Contribution:
         found = contribution({one.number: one.joint for one in specialisations}.values())
@@ -118,7 +121,7 @@ class Preparation:
                 self._check_buffers(one_of_each.values())
             self.state.require_real({name for one in made.values() for name in one.partitioned[0].parameter_stages})
             wire = "\n".join(_wire_text(self.compiler, one) for one in made.values())
-            if self._shards and self.layout.data_mesh is not None and not self._spread:
+            if self._shards and self.layout.data_mesh is not None and not self.spread:
                 to_shard = sharding_text(self.compiler.model, self.layout.data_mesh)
         except Exception as error:
             failure = error
@@ -134,9 +137,9 @@ class Preparation:
         for members in shared:
             for _, contribution_of_each in members:
                 self._contributions |= {one.number: one for one in contribution_of_each}
-        if self.layout.data_mesh is not None and not self._spread:
+        if self.layout.data_mesh is not None and not self.spread:
             (shard_parameters if self._shards else copy_from_first)(self.compiler.model, self.layout.data_mesh)
-            self._spread = True
+            self.spread = True
         for key, compiled in made.items():
             while len(self._compiled) >= KEPT:
                 del self._compiled[next(iter(self._compiled))]
@@ -230,6 +233,7 @@ class Preparation:
                 self.layout.device,
                 self.compiler.plan.accumulate_dtype,
                 calls,
+                None if self.virtual else self.layout.ranks[self.layout.rank],
             )
             for program in programs.ranks
         )
@@ -259,7 +263,10 @@ class Preparation:
     def _transport(self, network: VirtualNetwork) -> Transport:
         if self.virtual or self.layout.down is None or self.layout.up is None:
             return VirtualTransport(network)
-        return ProcessTransport(self.layout.down, self.layout.up, range(self.layout.stages))
+        transport = ProcessTransport(self.layout.down, self.layout.up, range(self.layout.stages))
+        if self.compiler.plan.check is None or self.layout.side is None:
+            return transport
+        return CheckedTransport(transport, self.layout.side, self.layout.lines[self.layout.data_rank], self._steps)
 
 
 def _model_text(model: nn.Module) -> str:

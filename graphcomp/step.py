@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from graphcomp.runtime.result import StepResult
 
 Outputs = Literal["none", "local", "all"]
 _OUTPUTS = ("none", "local", "all")
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -75,8 +76,8 @@ class CompiledStep:
         tokens: what to divide by, by loss name, in the place of this step's own counts: several calls that share the
             counts of all their microbatches (`step.count`) add up to one step over them.
 
-        Nothing is changed if it raises. Raises BatchError, GuardError, CaptureError, StepError, and whatever the
-        model's own code raises while it is traced.
+        Nothing is changed if it raises, unless the error says otherwise. Raises BatchError, GuardError, CaptureError,
+        StepError, and whatever the model's own code raises; RankFailure if that was on another rank.
         """
         if not torch.is_grad_enabled():
             raise StepError(
@@ -91,8 +92,7 @@ class CompiledStep:
 
         For a mean loss: the number of microbatches. 0-dim tensors by loss name, lazy. All ranks must call it.
         """
-        counts, _ = self._engine.count(self._bind(microbatches, Options()))
-        return dict(counts.tokens)
+        return dict(self._engine.count(self._bind(microbatches, Options())).tokens)
 
     def evaluate(self, microbatches: Iterable[Any], outputs: Outputs = "none") -> StepResult:
         """Forward and loss only, in eval mode; changes neither gradients, nor buffers, nor the model's modes."""
@@ -122,6 +122,10 @@ class CompiledStep:
         homes, rank = self.compiler.homes, self.layout.rank
         yield from (parameter for name, parameter in self.named_parameters() if homes[name][0] == rank)
 
+    def together(self, doing: str, work: Callable[[], Result]) -> Result:
+        """Do what all ranks do together between steps: an error on one of them becomes an error on all."""
+        return self._engine.together(doing, work)
+
     def explain(self) -> str:
         """The plan as text: stages, boundaries, parameters, FLOPs, bytes, schedule, bubble and peak memory."""
         from graphcomp.inspect import explain
@@ -148,8 +152,6 @@ class CompiledStep:
         if options.outputs not in _OUTPUTS:
             raise PlanError(f"unknown outputs={options.outputs!r}", expected=", ".join(map(repr, _OUTPUTS)))
         ran = self._engine.run(self._bind(microbatches, options), tokens)
-        if options.training:
-            self._engine.state.commit(ran.gradients, ran.buffers)
         stats = self.stats
         stats.steps += options.training
         stats.messages, stats.bytes_sent, stats.collectives = ran.messages, ran.bytes_sent, ran.collectives

@@ -123,10 +123,6 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
         '  what to do: init_device_mesh(..., mesh_dim_names=("pp",)) under torchrun; or try it with'
         " testing.run_virtual",
     ),
-    (
-        {"check": "transfers"},
-        "check='transfers' is not supported yet\n  what to do: leave it out; see docs/limits.md",
-    ),
     *(
         (
             {"mesh": Mesh((1, 2), ("pp", axis))},

@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from graphcomp.errors import AgreementError, RankFailure
+from graphcomp.errors import RankFailure
+from graphcomp.runtime.difference import difference
 from graphcomp.runtime.exchanges import Exchanges
 from graphcomp.runtime.layout import Layout
 
@@ -57,6 +58,8 @@ class Agreed:
     meets: bool = True
 
 
+ErrorType = TypeVar("ErrorType", bound=BaseException)
+
 Groups = Sequence[Sequence[int]]
 """Places in the side group that are compared with each other."""
 
@@ -69,12 +72,24 @@ class Agreement:
         self.peers = tuple(zip(*layout.lines, strict=True))  # the members of all pipelines that hold the same stage
         self.everyone = (tuple(range(layout.stages * layout.data_ranks)),)
         self.place = layout.lines[layout.data_rank][layout.rank] if layout.lines else 0
+        self._told: BaseException | None = None
+
+    def known(self, error: BaseException) -> bool:
+        """Whether all ranks know of this error, which was raised here, and raise as well. To be asked once."""
+        found, self._told = self._told, None  # kept no longer: an error holds on to all that was in its frames
+        return error is found
+
+    def told(self, error: ErrorType) -> ErrorType:
+        """The same, noted as one that all ranks know of."""
+        self._told = error
+        return error
 
     def compare(self, intent: Intent, failure: Exception | None = None) -> Agreed:
         """One small exchange at the beginning of each step.
 
         failure: why this rank cannot take part. Raises RankFailure where another rank has failed, and AgreementError,
-        on all ranks, if they would not do the same. Returns on the rank that failed, which raises its own error.
+        on all ranks, if they would not do the same. Returns on the rank that failed, which raises its own error. Where
+        that cannot be told, because another rank is gone, the error gets a note.
         """
         if self.side is None:
             return Agreed((DataRank(intent.contribution, intent.microbatches),), intent.is_new)
@@ -88,7 +103,13 @@ class Agreement:
             intent.exchanges.number,
         ]
         everyone = torch.empty(dist.get_world_size(self.side) * len(own), dtype=torch.int64)
-        dist.all_gather_single(everyone, torch.tensor(own), group=self.side)
+        try:
+            dist.all_gather_single(everyone, torch.tensor(own), group=self.side)
+        except RuntimeError as lost:
+            if failure is None:
+                raise
+            failure.add_note(f"the other ranks could not be told: {lost}")
+            return Agreed((), True)
         rows = everyone.view(-1, len(own)).tolist()
 
         def alike(groups: Groups, column: int) -> bool:
@@ -109,6 +130,11 @@ class Agreement:
             dist.broadcast(values, group=self.side, group_src=0)
         return values
 
+    def meet(self) -> None:
+        """Come back when all ranks have come here."""
+        if self.side is not None:
+            dist.all_reduce(torch.zeros(1), group=self.side)
+
     def share(
         self, text: str, failure: Exception | None, what: str, groups: Groups | None = None, more: object = None
     ) -> list[list[Any]]:
@@ -121,13 +147,15 @@ class Agreement:
             return [[more]]
         digest = hashlib.sha256(text.encode()).hexdigest()
         everyone: list[Any] = [None] * dist.get_world_size(self.side)
-        mine = (digest, None if failure is None else f"{type(failure).__name__}: {failure}", more)
+        mine = (digest, None if failure is None else _text(failure), more)
         dist.all_gather_object(everyone, mine, group=self.side)
         error = next(((rank, said) for rank, (_, said, _) in enumerate(everyone) if said is not None), None)
         if failure is not None:
+            self.told(failure)
             return []
         if error is not None:
-            raise RankFailure(f"rank {error[0]} could not {what}", where=f"rank {error[0]}", got=error[1])
+            place = f"rank {error[0]}, stage {self._stage(error[0])}"
+            raise self.told(RankFailure(f"rank {error[0]} could not {what}", where=place, got=error[1]))
         groups = self.lines if groups is None else groups
         different = [group for group in groups if len({everyone[member][0] for member in group}) > 1]
         if different:
@@ -135,8 +163,12 @@ class Agreement:
             dist.all_gather_object(texts, text, group=self.side)
             own = next((group for group in different if self.place in group), different[0])
             first = self.place if self.place in own else own[0]
-            raise difference(texts, first, next(member for member in own if texts[member] != texts[first]))
+            other = next(member for member in own if texts[member] != texts[first])
+            raise self.told(difference(texts, first, other))
         return [[everyone[member][2] for member in line] for line in self.lines]
+
+    def _stage(self, place: int) -> int:
+        return next(line.index(place) for line in self.lines if place in line)
 
     def alike(self, texts: Mapping[str, str]) -> None:
         """Raise AgreementError, on all ranks, where two of them have different texts under one name."""
@@ -153,15 +185,7 @@ class Agreement:
                     self.share(texts.get(name, ""), None, "", [(first, rank)])
 
 
-def difference(texts: Sequence[str], first: int, other: int) -> AgreementError:
-    """The error that shows the first line in which two of these texts differ."""
-    mine, theirs = texts[first].splitlines(), texts[other].splitlines()
-    place = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
-    own, their = (lines[place].strip() if place < len(lines) else "nothing more" for lines in (mine, theirs))
-    return AgreementError(
-        "the ranks would not do the same",
-        where=f"ranks {first} and {other}",
-        expected=f"{own} (rank {first})",
-        got=f"{their} (rank {other})",
-        do="give all ranks the same model, loss function and plan, and those of a pipeline the same microbatches",
-    )
+def _text(failure: BaseException) -> str:
+    """An error in one text, with its notes: they say in which microbatch, and where in the user's code."""
+    notes = "".join(f" ({note})" for note in getattr(failure, "__notes__", []))
+    return f"{type(failure).__name__}: {failure}{notes}"

@@ -78,7 +78,7 @@ class Failures:
         self.broken: str | None = None
         self._board = None if layout.side is None else Board(layout.side)
         self._leaving: threading.Thread | None = None
-        self._report: Report | None = None
+        self._first: Report | None = None
 
     def guarded(self, work: Callable[[], Result], known: Callable[[BaseException], bool] = lambda _: False) -> Result:
         """What `work` returns; whatever it raises is raised on all ranks, and this step object is done with.
@@ -89,31 +89,28 @@ class Failures:
         try:
             return work()
         except BaseException as error:
-            if known(error) or self._board is None:
-                raise
             try:
-                ending = self._end(error)
+                ending = self._end(error, known)
             except BaseException as second:  # a signal came in: Ctrl-C while this rank was waiting, or twice
-                ending = self._end(second)
+                ending = self._end(second, known)
             if ending is error:
                 raise
             raise ending from error
 
-    def _end(self, error: BaseException) -> BaseException:
+    def _end(self, error: BaseException, known: Callable[[BaseException], bool]) -> BaseException:
         """The error to raise, when all is closed."""
-        cause = cause_of(error)
-        where = self._where(error)
+        if known(error) or self._board is None:
+            return error
+        cause, where = cause_of(error), self._where(error)
+        text = error_text(error) if cause == "error" else _plain(error)
+        own = Report(cause, self._rank, where, text, self.progress.call, self.progress.closing)
         if self._leaving is None:
-            text = f"{type(error).__name__}: {error}"
             self.broken = f"{text.splitlines()[0]} (in {where})"
-            self._report = Report(cause, self._rank, where, text, self.progress.call, self.progress.closing)
-            # No signal interrupts another thread.
-            self._leaving = threading.Thread(
-                target=self._leave, args=(self._report,), name="graphcomp leaves", daemon=True
-            )
+            # In another thread, for no signal interrupts that.
+            self._leaving = threading.Thread(target=self._leave, args=(own,), name="graphcomp leaves", daemon=True)
             self._leaving.start()
         self._leaving.join(_LONGEST)
-        first = self._report or Report(cause, self._rank, where, str(error), self.progress.call)
+        first = self._first or own
         if cause != "error":
             return self._failure(first, where, error)
         if f"in {where}" not in notes_of(error):
@@ -142,7 +139,7 @@ class Failures:
         if board is None:
             return
         if report.cause == "error":
-            self._report = board.post(report)
+            self._first = board.post(report)
         with contextlib.suppress(Exception):  # what is not there any more keeps nobody waiting
             for group in self.shared():
                 _try(cut_off, group)
@@ -156,7 +153,7 @@ class Failures:
         end = time.monotonic() + PATIENCE[report.cause]
         while (found := board.read()) is None and time.monotonic() < end:
             time.sleep(_POLL)
-        self._report = found or board.post(replace(report, silent=board.silent()))
+        self._first = found or board.post(replace(report, silent=board.silent()))
 
     def _failure(self, first: Report, where: str, error: BaseException) -> RankFailure:
         silent = ranks_text([rank for rank in first.silent if rank != self._rank])
@@ -172,7 +169,7 @@ class Failures:
                 do = f"see how the process of {silent or 'the other rank'} ended, or whether it has left the loop"
         failure = RankFailure(what, where=first.where, got=first.error, do=f"{do}. {self._state(first)}. {_UNUSABLE}")
         if first.rank != self._rank or first.where != where:
-            failure.add_note(f"noticed in {where}: {str(error).splitlines()[0]}")
+            failure.add_note(f"noticed in {where}: {_plain(error)}")
         return failure
 
     def _state(self, first: Report) -> str:
@@ -182,15 +179,28 @@ class Failures:
             return "Gradients and buffers may be written in part on this rank, and the step complete on others"
         if first.call < self.progress.call:
             return f"Rank {first.rank} did not complete the step before, which is complete on this rank"
-        if not (first.closing or self.progress.closing):
-            return f"{before}, on all ranks"
-        return f"{before} on this rank; one that is through with the closing exchange has completed the step"
+        if first.call > self.progress.call:
+            return f"{before} on this rank; rank {first.rank} has completed it"
+        if first.closing and self.progress.closing:
+            return f"{before} on this rank; one that is through with the closing exchange has completed the step"
+        return f"{before}, on all ranks"  # a rank that has not come to the exchange keeps all others in it
 
 
 def _try(close: Callable[[dist.ProcessGroup], None], group: dist.ProcessGroup) -> None:
     """One group that cannot be closed must not keep the others open."""
     with contextlib.suppress(Exception):
         close(group)
+
+
+def _plain(error: BaseException) -> str:
+    """What a process group says, without its own source line and general advice."""
+    text = (str(error).splitlines() or [""])[0].partition("This is typically caused")[0].strip()
+    return text.partition("] ")[2] if text.startswith("[/") else text
+
+
+def error_text(error: BaseException) -> str:
+    """Type and text."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def notes_of(error: BaseException) -> list[str]:

@@ -46,8 +46,6 @@ class Layout:
 
 def check_layout(plan: Plan) -> None:
     """Raise PlanError for a plan that this process cannot take part in. Without any effect."""
-    if plan.check is not None:
-        raise PlanError(f"check={plan.check!r} is not supported yet", do="leave it out; see docs/limits.md")
     if plan.mesh is None:
         if plan.stage_count > 1:
             raise PlanError(
