@@ -204,7 +204,8 @@ def _take_module(
     kind = type(module)
     facts["module", "", name] = f"{kind.__module__}.{kind.__qualname__}"
     facts["mode", name, ""] = module.training
-    names = [key for key in vars(module) if key not in internals.INTERNAL and key != "training"]
+    skipped = {*internals.INTERNAL, "training"}
+    names = [key for key in vars(module) if key not in skipped and not internals.is_derived(module, key)]
     for attribute in names:
         facts["attribute", name, attribute] = freeze(vars(module)[attribute], watched)
     for hooks in internals.HOOKS:
