@@ -76,7 +76,7 @@ class Dispatcher:
         found = None if entry is None else _serve(entry, leaves)
         if found is not None:
             return found
-        self._check_room(batch, state)
+        self._check_room(batch, state, entry, leaves)
         joint = self.compiler.capture(batch, training=training, device=self.device)
         self._last = (state, _sketch(batch))
         if joint.read is not None:
@@ -99,18 +99,23 @@ class Dispatcher:
             )
         return found
 
-    def _check_room(self, batch: Any, state: Hashable) -> None:
+    def _check_room(self, batch: Any, state: Hashable, entry: _Entry | None, leaves: Sequence[Any]) -> None:
         limit = self.compiler.plan.max_programs
         if len(self.compiler.specialisations) < limit or self._last is None:
             return
         before, sketch = self._last
         changed = self.guard.difference(before, state) or [f"the batch was {sketch} and is {_sketch(batch)}"]
+        remedy = "keep it fixed, pass it as a tensor"
+        differences = [] if entry is None else _sizes_that_differ(entry, leaves)
+        if differences:
+            changed += differences
+            remedy = "let no code make a plain number of a size: int(n), float(n), math.sqrt(n), len(x), range(n)"
         seconds = self.compiler.specialisations[-1].joint.seconds
         raise GuardError(
             f"another specialisation is needed, but {limit} were made already",
             where="; ".join(changed),
             expected="inputs and model state that one of the compiled programs serves",
-            do=f"keep it fixed, pass it as a tensor, or raise Plan(max_programs=...); a capture took {seconds:.1f} s",
+            do=f"{remedy}, or raise Plan(max_programs=...); a capture took {seconds:.1f} s",
         )
 
 
@@ -138,6 +143,13 @@ def _serve(entry: _Entry, leaves: Sequence[Any]) -> Bound | None:
         if one.joint.sizes.accepts(sizes, tensors):
             return Bound(one, tensors, sizes)
     return None
+
+
+def _sizes_that_differ(entry: _Entry, leaves: Sequence[Any]) -> list[str]:
+    """Why the latest program of a kind does not serve these sizes."""
+    tensors = {path: leaves[position] for position, path in entry.places}
+    sizes = entry.specialisations[-1].joint.sizes
+    return sizes.differences(sizes.bind(tensors), tensors)
 
 
 def _captured_fit(one: Specialisation) -> bool:

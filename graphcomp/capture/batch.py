@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,10 +38,18 @@ def leaf_key(leaf: Any) -> Any:
 
 
 def dense(leaf: torch.Tensor) -> torch.Tensor:
-    """As programs take it: contiguous, with no conjugation or negation left to be done."""
+    """As programs take it: contiguous, with no conjugation or negation left to be done.
+
+    With sizes 0 and 1 the strides of a contiguous tensor may be any: such as those of the tensor it is a part of.
+    """
     if leaf.is_conj() or leaf.is_neg():
         leaf = leaf.resolve_conj().resolve_neg()
-    return leaf.contiguous()
+    leaf = leaf.contiguous()
+    if any(size < 2 for size in leaf.shape):
+        strides = tuple(math.prod(leaf.shape[dim + 1 :]) for dim in range(leaf.dim()))
+        if leaf.stride() != strides:
+            leaf = leaf.as_strided(leaf.shape, strides)
+    return leaf
 
 
 @dataclass(frozen=True)

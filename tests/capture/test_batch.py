@@ -136,6 +136,21 @@ def test_lazy_conjugation_and_negation_are_carried_out() -> None:
     assert tensors["x"] is X
 
 
+@pytest.mark.parametrize(
+    ("part", "strides"),
+    [
+        (torch.zeros(4, 16)[:1, :8], (8, 1)),
+        (torch.zeros(4, 16)[:, :0], (0, 1)),
+        (torch.zeros(8, 16)[::8], (16, 1)),
+        (torch.zeros(4, 2, 16)[:, :1, :1], (1, 1, 1)),
+        (torch.zeros(4, 16)[2:], (16, 1)),
+    ],
+)
+def test_strides_follow_from_the_sizes(part: Tensor, strides: tuple[int, ...]) -> None:
+    _, tensors = describe({"x": part})
+    assert tensors["x"].stride() == strides and tensors["x"].shape == part.shape
+
+
 class Takes(nn.Module):
     def forward(self, a: Any, b: Any = None, *, c: Any = None) -> None: ...
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphcomp import TokenLoss
-from tests.cases.tiny import LAYOUTS, assert_equal, next_token, rows, step_of, tiny_gpt
+from tests.cases.tiny import IGNORED, LAYOUTS, assert_equal, next_token, rows, step_of, tiny_gpt
 
 pytestmark = pytest.mark.usefixtures("one_capture_a_model")
 
@@ -114,3 +114,51 @@ def test_means_over_products_of_sizes(stages: int) -> None:
     step = step_of(model, loss_fn, stages)
     assert_equal(model, loss_fn, [torch.randn(number, 4) for number in (3, 5, 7)], step)
     assert step.compiler.traces == 1
+
+
+def without_rows(length: int = 8) -> dict[str, Tensor]:
+    return {name: leaf[:0] for name, leaf in rows(2, length).items()}
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_microbatch_without_rows_adds_nothing(stages: int, place: int) -> None:
+    step = step_of(gpt(), next_token, stages)
+    batches = [rows(2, 8, 1), rows(3, 5, 2)]
+    plain, _ = assert_equal(gpt(), next_token, batches, step)
+    with_empty = [*batches[:place], without_rows(), *batches[place:]]
+    ran, _ = assert_equal(gpt(), next_token, with_empty, step)
+    assert torch.equal(ran.result.loss, plain.result.loss)
+    assert torch.equal(ran.result.tokens["loss"], plain.result.tokens["loss"])
+    assert ran.result.microbatch_losses[place].item() == 0.0
+    for name, gradient in plain.gradients.items():
+        assert torch.equal(ran.gradients[name], gradient), name
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_step_of_nothing_is_zero(stages: int) -> None:
+    step = step_of(gpt(), next_token, stages)
+    ran, _ = assert_equal(gpt(), next_token, [without_rows(), without_rows(5)], step)
+    assert ran.result.loss.item() == 0.0 and int(ran.result.tokens["loss"]) == 0
+    assert all(gradient is not None and not gradient.any() for gradient in ran.gradients.values())
+    no_length = {name: leaf[:, :0] for name, leaf in rows(2, 8).items()}
+    assert_equal(gpt(), next_token, [rows(2, 8), no_length], step)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_longest_that_the_model_has_positions_for_and_one_more(stages: int) -> None:
+    longest = gpt().positions.num_embeddings
+    step = step_of(gpt(), next_token, stages)
+    for length in (3, longest, 1 + longest // 2):
+        assert_equal(gpt(), next_token, [rows(2, length)], step)
+    with pytest.raises(IndexError):  # what eager raises
+        step.run([rows(2, longest + 1)])
+    assert_equal(gpt(), next_token, [rows(2, longest), rows(1, longest)], step)
+    assert step.compiler.traces == 2  # one row has its own
+
+
+def test_a_mask_of_all_labels_at_length_one() -> None:
+    step = step_of(gpt(), next_token, 2)
+    one = {"tokens": torch.tensor([[3], [5]]), "labels": torch.tensor([[IGNORED], [IGNORED]])}
+    assert_equal(gpt(), next_token, [one, rows(2, 6)], step)
+    assert_equal(gpt(), next_token, [one], step)
