@@ -12,6 +12,7 @@ from torch import Tensor
 
 import graphcomp as gc
 from graphcomp.compat.dispatch import Watch
+from graphcomp.testing import VirtualStep
 from tests.steps.test_step import EAGER, compiled, equals, gradients
 from tests.zoo import ZOO
 from tests.zoo.case import IGNORED
@@ -45,6 +46,28 @@ def test_fifty_steps_of_random_lengths_are_traced_once_and_equal_eager() -> None
     batches = [text(2, 1), text(2, 9), text(3, 1)]
     equals(step(batches), model, reference(model, case.loss_fn, batches))
     assert (step.stats.traces, step.stats.programs) == (2, 2 * programs)
+
+
+def test_fifty_steps_of_random_lengths_on_two_stages_are_traced_once_and_equal_eager() -> None:
+    case = ZOO["gpt"]
+    model = case.build().double()
+    step = VirtualStep(model, case.loss_fn, plan=gc.Plan(stages=2, backend="eager", quiet=True))
+    lengths, seen, programs = random.Random(2), set[tuple[int, int]](), []
+    for number in range(50):
+        shapes = [(lengths.randint(2, 3), lengths.randint(2, 24)) for _ in range(lengths.randint(1, 3))]
+        if number == 25:
+            shapes.append((2, 64))  # the longest that the model has positions for
+        seen |= set(shapes)
+        batches = [text(*shape) for shape in shapes]
+        ran, expected = step.run(batches), reference(model, case.loss_fn, batches)
+        assert ran.result.loss.item() == pytest.approx(expected.loss.item(), rel=1e-12)
+        for name, gradient in expected.gradients.items():
+            assert gradient is not None and torch.allclose(ran.gradients[name], gradient, 1e-9, 1e-12), name
+        programs.append(step.compiler.backend.programs)
+    assert len(seen) > 25
+    assert step.compiler.traces == 1
+    # Forward and backward of each stage, and both in one where nothing comes between; all known after a few steps.
+    assert programs[-1] == programs[10] <= 3 * 2
 
 
 @pytest.mark.parametrize("name", ["tied_gpt", "moe", "batch_norm", "dropout"])
