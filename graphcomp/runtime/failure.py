@@ -167,6 +167,9 @@ class Failures:
             case "lost":
                 what = f"the connection to {silent or 'another rank'} broke, and nothing was heard of it since"
                 do = f"see how the process of {silent or 'the other rank'} ended, or whether it has left the loop"
+                if self._board is not None and not self._board.reachable:
+                    what = "the connection to another rank broke, and the job's store cannot be reached"
+                    do = "see how the process ended that holds the store: rank 0, unless torchrun holds it"
         failure = RankFailure(what, where=first.where, got=first.error, do=f"{do}. {self._state(first)}. {_UNUSABLE}")
         if first.rank != self._rank or first.where != where:
             failure.add_note(f"noticed in {where}: {_plain(error)}")
@@ -178,7 +181,7 @@ class Failures:
         if self.progress.writing:
             return "Gradients and buffers may be written in part on this rank, and the step complete on others"
         if first.call < self.progress.call:
-            return f"Rank {first.rank} did not complete the step before, which is complete on this rank"
+            return f"Rank {first.rank} did not complete the call before, which is complete on this rank"
         if first.call > self.progress.call:
             return f"{before} on this rank; rank {first.rank} has completed it"
         if first.closing and self.progress.closing:

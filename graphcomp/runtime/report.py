@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from graphcomp.compat.process_groups import job_store
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Board:
     """Where the ranks of one step object leave a report, the first of which counts, and say that they have left.
 
     Made by all ranks of `side` together. The store may be gone with the process that held it: then nothing is read, and
-    what is posted is known here only.
+    what is posted is known here only. reachable: False after that has been noticed.
     """
 
     def __init__(self, side: dist.ProcessGroup) -> None:
@@ -53,39 +55,36 @@ class Board:
         # A store may outlive a process group, and hold what an earlier life of the job has left.
         name = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8)
         dist.broadcast(name, group=side, group_src=0)
+        self.reachable = True
         self._prefix = f"graphcomp/{bytes(name.tolist()).hex()}/"
 
     def post(self, report: Report) -> Report:
         """The report that counts: this one, unless another rank was first."""
-        try:
-            first = job_store().compare_set(f"{self._prefix}report", "", report.text())
-        except (RuntimeError, ValueError):
-            return report
-        return Report.of(first.decode())
+        first = self._ask(lambda store: store.compare_set(f"{self._prefix}report", "", report.text()), None)
+        return report if first is None else Report.of(first.decode())
 
     def read(self) -> Report | None:
         """What has been posted. Waits for nothing."""
-        try:
-            store, key = job_store(), f"{self._prefix}report"
-            return Report.of(store.get(key).decode()) if store.check([key]) else None
-        except (RuntimeError, ValueError):
-            return None
+        key = f"{self._prefix}report"
+        found = self._ask(lambda store: store.get(key) if store.check([key]) else None, None)
+        return None if found is None else Report.of(found.decode())
 
     def sign_off(self) -> None:
         """Say that this rank lives, and has left."""
-        try:
-            job_store().set(f"{self._prefix}left/{self.rank}", "left")
-        except (RuntimeError, ValueError):
-            return
+        self._ask(lambda store: store.set(f"{self._prefix}left/{self.rank}", "left"), None)
 
     def silent(self) -> tuple[int, ...]:
         """The ranks that have not signed off, as far as can be seen."""
-        try:
-            store = job_store()
-            left = [store.check([f"{self._prefix}left/{rank}"]) for rank in range(self.ranks)]
-        except (RuntimeError, ValueError):
-            return ()
+        keys = [f"{self._prefix}left/{rank}" for rank in range(self.ranks)]
+        left = self._ask(lambda store: [store.check([key]) for key in keys], [True] * self.ranks)
         return tuple(rank for rank, gone in enumerate(left) if not gone)
+
+    def _ask(self, question: Callable[[dist.Store], Answer], otherwise: Answer) -> Answer:
+        try:
+            return question(job_store())
+        except (RuntimeError, ValueError):  # torch has no error of its own for some stores, or for a missing group
+            self.reachable = False
+            return otherwise
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

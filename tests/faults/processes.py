@@ -25,8 +25,8 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 90
     """What `fn(rank, *args)` returns in each process of a gloo group, in rank order.
 
     For a process that died: its exit code, an int. All are forked from one server that has imported what they need, so
-    that a group costs a fraction of a second. signals: as soon as each process has sent "ready", each gets a SIGINT.
-    Fails if a process does not end by itself.
+    that a group costs a fraction of a second. signals: as soon as each process has sent "ready", each gets a SIGINT
+    half a second later. Fails if a process does not end by itself.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -58,6 +58,7 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 90
                     if heard == "ready":
                         found[rank] = heard
                         if signals and all(one == "ready" for one in found):
+                            time.sleep(0.5)
                             for one in processes:
                                 os.kill(one.pid or 0, signal.SIGINT)
                         continue

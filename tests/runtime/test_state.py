@@ -168,3 +168,43 @@ def test_rows_are_padded_and_gradients_are_cut() -> None:
     for _, gradient, whole in found:
         assert gradient.tolist() == [[0.0, 20.0], [40.0, 60.0], [80.0, 100.0]]
         assert whole.tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+
+
+# What a step writes is made ready first
+
+
+def test_nothing_is_written_before_it_is_asked_for() -> None:
+    model = Watched()
+    writes = LiveState(model).writes({"weight": torch.ones(3, 2), "scale": torch.ones(())}, {"seen": torch.ones(2)})
+    assert model.weight.grad is model.scale.grad is None and not model.seen.any()
+    writes.write()
+    assert model.weight.grad.tolist() == [[1.0, 1.0]] * 3 and model.seen.tolist() == [1.0, 1.0]
+
+
+def in_inference_mode() -> Tensor:
+    with torch.inference_mode():
+        return torch.zeros(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "got"),
+    [
+        (torch.zeros(1).expand(3, 2), "an expanded view"),
+        (in_inference_mode(), "made in inference mode"),
+        (torch.zeros(3, 2).to_sparse(), "torch.sparse_coo"),
+    ],
+)
+def test_a_gradient_that_cannot_be_added_to_is_refused_before_anything_is_written(gradient: Tensor, got: str) -> None:
+    model = Watched()
+    model.weight.grad = gradient
+    with pytest.raises(StateError, match=rf"gradient of parameter 'weight' cannot be written in place(.|\n)*{got}"):
+        LiveState(model).commit({"scale": torch.ones(()), "weight": torch.ones(3, 2)}, {"seen": torch.ones(2)})
+    assert model.scale.grad is None and not model.seen.any()
+
+
+def test_a_buffer_that_cannot_be_written_is_refused_before_anything_is_written() -> None:
+    model = Watched()
+    model.seen = torch.zeros(1).expand(2)
+    with pytest.raises(StateError, match=r"buffer 'seen' cannot be written in place(.|\n)*an expanded view"):
+        LiveState(model).commit({"scale": torch.ones(())}, {"seen": torch.ones(2)})
+    assert model.scale.grad is None

@@ -281,7 +281,8 @@ def failures(rank: int) -> dict[str, Any]:
 @pytest.mark.gloo
 def test_failures_and_disagreements_reach_every_rank() -> None:
     first, second = run_ranks(failures, 2, timeout=120)
-    assert first["tracing"].startswith("RankFailure: rank 1 could not take part in the step\n  where: rank 1, stage 1\n")
+    told = "RankFailure: rank 1 could not take part in the step\n  where: rank 1, stage 1\n  got: "
+    assert first["tracing"].startswith(told)
     assert "KeyError: 'only here'" in first["tracing"] and second["tracing"] == "KeyError: 'only here'"
     assert "BatchError: a step takes a list" in first["single"] and second["single"].startswith("BatchError: a step")
     assert first["untouched"] == second["untouched"][:1] + first["untouched"][1:] and first["untouched"][0] == []
