@@ -143,8 +143,8 @@ class Engine:
             except Exception:
                 dispatcher.forget(before)
                 raise
-        error = StepError("compiling keeps adding conditions that the microbatches do not meet")
-        raise self.agreement.told(error)
+        endless = StepError("compiling keeps adding conditions that the microbatches do not meet")
+        raise self.agreement.told(endless)
 
     def _lines(
         self, bound: Sequence[tuple[Bound, ...]], prepared: Sequence[Prepared], ranks: Sequence[DataRank]

@@ -143,10 +143,9 @@ class Failures:
         with contextlib.suppress(Exception):  # what is not there any more keeps nobody waiting
             for group in self.shared():
                 _try(cut_off, group)
-        own = (self.layout.side, self.layout.closing, self.layout.down, self.layout.up, self.layout.data)
-        for group in own:
-            if group is not None:
-                _try(give_up, group)
+        for own in (self.layout.side, self.layout.closing, self.layout.down, self.layout.up, self.layout.data):
+            if own is not None:
+                _try(give_up, own)
         board.sign_off()
         if report.cause == "error":
             return

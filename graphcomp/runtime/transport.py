@@ -58,8 +58,11 @@ class ReceiveHandle(Protocol):
 class Transport(Protocol):
     """messages: payloads sent by this rank in this step; bytes_sent: their bytes."""
 
-    messages: int
-    bytes_sent: int
+    @property
+    def messages(self) -> int: ...
+
+    @property
+    def bytes_sent(self) -> int: ...
 
     def reset(self) -> None:
         """A new step begins: set the counters to 0."""
