@@ -260,7 +260,7 @@ class Engine:
         """What `work` returns, which all ranks do between steps."""
         self.require_usable()
         self.progress.begin(doing)
-        self.progress.closing = True  # one rank may have done it when another fails
+        self.progress.come_to("closing", doing)  # one rank may have done it when another fails
         return self.failures.guarded(work)
 
     def count(self, step: BoundStep) -> Counts:
@@ -339,12 +339,13 @@ class Engine:
         if step.options.training and not self.virtual:
             writes = self.state.writes(gradients, buffers)
         with signals_held():
-            self.progress.close()
+            self.progress.come_to("closing", "in the closing exchange of losses")
             closed, used = self._close(step, by_line, counts)
             if self.layout.device.type != "cpu":
                 self.agreement.meet()  # the host has not waited for the exchange
-            self.progress.write()
+            self.progress.come_to("writing", "writing gradients and buffers")
             writes.write()
+            self.progress.come_to("complete", "through with the step")
         first = closed[0]
         reported = StepResult(
             first.loss,

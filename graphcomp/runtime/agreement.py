@@ -148,7 +148,13 @@ class Agreement:
         digest = hashlib.sha256(text.encode()).hexdigest()
         everyone: list[Any] = [None] * dist.get_world_size(self.side)
         mine = (digest, None if failure is None else _text(failure), more)
-        dist.all_gather_object(everyone, mine, group=self.side)
+        try:
+            dist.all_gather_object(everyone, mine, group=self.side)
+        except RuntimeError as lost:
+            if failure is None:
+                raise
+            failure.add_note(f"the other ranks could not be told: {lost}")
+            return []
         error = next(((rank, said) for rank, (_, said, _) in enumerate(everyone) if said is not None), None)
         if failure is not None:
             self.told(failure)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from graphcomp.compat.process_groups import cut_off, give_up
 from graphcomp.errors import RankFailure
 from graphcomp.runtime.layout import Layout
-from graphcomp.runtime.report import Board, Report, ranks_text
+from graphcomp.runtime.report import Board, Phase, Report, ranks_text
 
 LOST = (
     "Connection closed by peer",
@@ -46,23 +46,17 @@ Result = TypeVar("Result")
 
 @dataclass
 class Progress:
-    """What this rank is doing. call: number of the call of the step object. closing: see `Report`. writing: it has
-    begun to write gradients and buffers.
-    """
+    """What this rank is doing, in words, in which call of the step object, and how far it has come."""
 
     call: int = 0
     doing: str = "making the step"
-    closing: bool = False
-    writing: bool = False
+    phase: Phase = "running"
 
     def begin(self, doing: str) -> None:
-        self.call, self.doing, self.closing, self.writing = self.call + 1, doing, False, False
+        self.call, self.doing, self.phase = self.call + 1, doing, "running"
 
-    def close(self) -> None:
-        self.doing, self.closing = "in the closing exchange of losses", True
-
-    def write(self) -> None:
-        self.doing, self.writing = "writing gradients and buffers", True
+    def come_to(self, phase: Phase, doing: str) -> None:
+        self.doing, self.phase = doing, phase
 
 
 class Failures:
@@ -103,7 +97,7 @@ class Failures:
             return error
         cause, where = cause_of(error), self._where(error)
         text = error_text(error) if cause == "error" else _plain(error)
-        own = Report(cause, self._rank, where, text, self.progress.call, self.progress.closing)
+        own = Report(cause, self._rank, where, text, self.progress.call, self.progress.phase)
         if self._leaving is None:
             self.broken = f"{text.splitlines()[0]} (in {where})"
             # In another thread, for no signal interrupts that.
@@ -176,14 +170,18 @@ class Failures:
 
     def _state(self, first: Report) -> str:
         """What has been written in the call that failed."""
-        before = "Gradients, buffers and parameters are as before the call"
-        if self.progress.writing:
+        before, mine, theirs = "Gradients, buffers and parameters are as before the call", self.progress, first.phase
+        if mine.phase == "writing":
             return "Gradients and buffers may be written in part on this rank, and the step complete on others"
-        if first.call < self.progress.call:
+        if mine.phase == "complete":
+            return "The step is complete on this rank, with all that it writes"
+        if first.call < mine.call and theirs == "complete":
+            return "The call before is complete on all ranks"
+        if first.call < mine.call:
             return f"Rank {first.rank} did not complete the call before, which is complete on this rank"
-        if first.call > self.progress.call:
+        if first.call > mine.call or theirs == "complete":
             return f"{before} on this rank; rank {first.rank} has completed it"
-        if first.closing and self.progress.closing:
+        if theirs != "running" and mine.phase == "closing":
             return f"{before} on this rank; one that is through with the closing exchange has completed the step"
         return f"{before}, on all ranks"  # a rank that has not come to the exchange keeps all others in it
 

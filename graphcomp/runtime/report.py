@@ -15,6 +15,9 @@ from graphcomp.compat.process_groups import job_store
 
 Answer = TypeVar("Answer")
 
+Phase = Literal["running", "closing", "writing", "complete"]
+"""How far a call has come: no rank writes anything before all have come to the closing exchange."""
+
 
 @dataclass(frozen=True)
 class Report:
@@ -22,8 +25,7 @@ class Report:
 
     cause: "error": something raised; "late": a peer was waited for until the deadline; "lost": a connection broke.
     rank: who says so. where: rank, stage, microbatch and action, or what it did besides. error: type and text.
-    call: which call of the step object. closing: it had come to the closing exchange, so that other ranks may have
-    completed the step. silent: ranks of which nothing had been heard.
+    call: which call of the step object. phase: how far it had come in that. silent: ranks that had not been heard of.
     """
 
     cause: Literal["error", "late", "lost"]
@@ -31,7 +33,7 @@ class Report:
     where: str
     error: str
     call: int
-    closing: bool = False
+    phase: Phase = "running"
     silent: tuple[int, ...] = ()
 
     def text(self) -> str:

@@ -8,16 +8,12 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-_HELD = [
-    getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)
-]
+_HELD = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGALRM") if hasattr(signal, name)]
 
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Python handlers of signals, which may raise (Ctrl-C), are called behind the block instead of within it.
+    """Python handlers of SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGALRM, which may raise, are called behind the block.
 
     Python calls them in the main thread only; in another thread there is nothing to hold. What a signal does without a
     Python handler, it does at once.

@@ -47,6 +47,8 @@ class Trap:
             case "interrupt":
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(5)
+            case "signal":  # where it is held back
+                os.kill(os.getpid(), signal.SIGINT)
             case "stall":
                 time.sleep(6)
 

@@ -113,6 +113,23 @@ def test_a_rank_that_fails_within_the_closing_exchange() -> None:
             assert second["type"] == "StepError"
 
 
+def interrupted_while_closing(rank: int) -> list[dict[str, Any]]:
+    ARMED.install()
+    model, step = pipeline(3)
+    ARMED.trap = Trap("close", 1, "signal") if rank == 1 else Trap()
+    return [attempt(step, batches(), model=model), attempt(step, batches(), model=model)]
+
+
+def test_ctrl_c_in_the_closing_exchange_comes_when_the_step_is_complete() -> None:
+    for rank, (first, second) in enumerate(run(interrupted_while_closing, 3)):
+        assert first["type"] == ("KeyboardInterrupt" if rank == 1 else None) and first["changed"]
+        assert second["type"] == ("StepError" if rank == 1 else "RankFailure") and not second["changed"]
+        if rank == 1:
+            assert "The step is complete on this rank, with all that it writes" in first["text"]
+        else:
+            assert "The call before is complete on all ranks" in second["text"]
+
+
 class Talks(nn.Module):
     """Its data ranks add up what they have, in the middle of forward."""
 

@@ -126,19 +126,22 @@ def test_a_rank_that_does_not_come(failures: Failures, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("theirs", "ours", "says"),
     [
-        ({}, {}, f"{BEFORE}, on all ranks."),
-        ({}, {"closing": True}, f"{BEFORE}, on all ranks."),
-        ({"closing": True}, {}, f"{BEFORE}, on all ranks."),
-        ({"closing": True}, {"closing": True}, f"{BEFORE} on this rank; one that is through with the closing exchange"),
-        ({"call": 4}, {}, "Rank 2 did not complete the call before, which is complete on this rank."),
-        ({"call": 6}, {"closing": True}, f"{BEFORE} on this rank; rank 2 has completed it."),
-        ({"closing": True}, {"closing": True, "writing": True}, "Gradients and buffers may be written in part on this"),
+        ({}, "running", f"{BEFORE}, on all ranks."),
+        ({}, "closing", f"{BEFORE}, on all ranks."),
+        ({"phase": "closing"}, "running", f"{BEFORE}, on all ranks."),
+        ({"phase": "closing"}, "closing", f"{BEFORE} on this rank; one that is through with the closing exchange"),
+        ({"phase": "writing"}, "closing", f"{BEFORE} on this rank; one that is through with the closing exchange"),
+        ({"phase": "complete"}, "closing", f"{BEFORE} on this rank; rank 2 has completed it."),
+        ({"call": 6}, "closing", f"{BEFORE} on this rank; rank 2 has completed it."),
+        ({"call": 4}, "running", "Rank 2 did not complete the call before, which is complete on this rank."),
+        ({"call": 4, "phase": "complete"}, "running", "The call before is complete on all ranks."),
+        ({}, "writing", "Gradients and buffers may be written in part on this rank"),
+        ({}, "complete", "The step is complete on this rank, with all that it writes."),
     ],
 )
-def test_what_has_been_written(failures: Failures, theirs: dict, ours: dict, says: str) -> None:
+def test_what_has_been_written(failures: Failures, theirs: dict[str, Any], ours: Any, says: str) -> None:
     other(failures, **theirs)
-    for name, value in ours.items():
-        setattr(failures.progress, name, value)
+    failures.progress.phase = ours
     assert says in str(ends(failures, RuntimeError(CLOSED)))
 
 
@@ -202,7 +205,7 @@ def test_causes(error: BaseException, cause: str) -> None:
 
 def test_the_first_report_counts(mesh: DeviceMesh) -> None:
     board = Board(mesh.get_group())
-    one = Report("error", 1, "here", "KeyError: 'ä'\n  second line", 3, True, (0, 2))
+    one = Report("error", 1, "here", "KeyError: 'ä'\n  second line", 3, "closing", (0, 2))
     two = Report("lost", 0, "there", "gone", 3)
     assert board.read() is None
     assert board.post(one) == one == board.post(two) == board.read()
