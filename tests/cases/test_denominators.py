@@ -12,7 +12,9 @@ from graphcomp import TokenLoss, token_loss
 from tests.cases.tiny import (
     IGNORED,
     LAYOUTS,
+    PARAMETERS,
     assert_equal,
+    dealt,
     divided,
     next_token,
     relative,
@@ -74,6 +76,31 @@ def test_microbatches_weigh_by_their_tokens(stages: int, schedule: str) -> None:
     assert int(ran.result.tokens["loss"]) == 8
 
 
+@pytest.mark.parametrize("parameters", PARAMETERS, ids=str)
+@pytest.mark.parametrize(("stages", "schedule"), LAYOUTS)
+def test_data_ranks_weigh_by_their_tokens(stages: int, schedule: str, parameters: dict) -> None:
+    step = step_of(scale(), summed_where_valid, stages, schedule, data_ranks=2, **parameters)
+    ran = step.run([[padded(1, 1, 1, 1), padded(9)], [padded(2, 2), padded(5)]])
+    assert float(ran.gradients["w"]) == 22 / 8  # not 22, 4.25, 2.8, 1.375 or 5.5
+    assert float(ran.result.loss) == 22 / 8
+    assert int(ran.result.tokens["loss"]) == 8
+    assert [float(loss) for loss in ran.result.microbatch_losses] == [4 / 8, 9 / 8, 4 / 8, 5 / 8]
+    ran = step.run([[padded(1, 1, 1, 1), padded()], [padded(), padded(1)]])
+    assert (float(ran.gradients["w"]), int(ran.result.tokens["loss"])) == (1.0, 5)
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS[:2], ids=str)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_very_unequal_data_ranks_have_one_denominator(stages: int, parameters: dict) -> None:
+    few, many = rows(1), rows(2)
+    for batch, valid in ((few, 3), (many, 13)):
+        batch["labels"] = batch["tokens"].clone()
+        batch["labels"].flatten()[valid:] = IGNORED
+    step = step_of(gpt(), next_token, stages, data_ranks=2, **parameters)
+    ran, _ = assert_equal(gpt(), next_token, [few, many], step)
+    assert int(ran.result.tokens["loss"]) == 16
+
+
 @pytest.mark.parametrize(("stages", "schedule"), LAYOUTS)
 def test_the_number_of_microbatches_changes_nothing(stages: int, schedule: str) -> None:
     batch = rows(8)
@@ -112,6 +139,28 @@ def test_a_step_without_valid_labels_has_loss_and_gradients_of_exactly_zero(stag
     assert ran.gradients.keys() == other.gradients.keys()
     assert all(not gradient.count_nonzero() for gradient in ran.gradients.values())
     assert (ran.messages, ran.bytes_sent) == (other.messages, other.bytes_sent)
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS, ids=str)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_data_rank_without_valid_labels_adds_exactly_nothing_and_sends_the_same(
+    stages: int, parameters: dict
+) -> None:
+    step = step_of(gpt(), next_token, stages, data_ranks=2, **parameters)
+    microbatches = divided(rows(8), 4)
+    some, _ = assert_equal(gpt(), next_token, microbatches, step)
+    for batch in microbatches[2:]:
+        batch["labels"] = torch.full_like(batch["labels"], IGNORED)
+    half, _ = assert_equal(gpt(), next_token, microbatches, step)
+    assert [float(share) for share in half.result.microbatch_losses[2:]] == [0.0, 0.0]
+    for batch in microbatches[:2]:
+        batch["labels"] = torch.full_like(batch["labels"], IGNORED)
+    none = step.run(dealt(microbatches, 2))
+    assert (float(none.result.loss), int(none.result.tokens["loss"])) == (0.0, 0)
+    assert none.gradients.keys() == some.gradients.keys()
+    assert all(not gradient.count_nonzero() for gradient in none.gradients.values())
+    for ran in (half, none):
+        assert (ran.messages, ran.bytes_sent, ran.collectives) == (some.messages, some.bytes_sent, some.collectives)
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from graphcomp import TokenLoss, mean_loss, metric, token_loss
-from tests.cases.tiny import LAYOUTS, assert_equal, divided, next_token, relative, rows, step_of, tiny_gpt
+from tests.cases.tiny import LAYOUTS, PARAMETERS, assert_equal, divided, next_token, relative, rows, step_of, tiny_gpt
 from tests.zoo.gpt import Block, TinyGPT
 
 pytestmark = pytest.mark.usefixtures("one_capture_a_model")
@@ -72,15 +72,29 @@ def test_an_auxiliary_mean_loss_counts_once_whatever_the_tokens_and_microbatches
         assert float(ran.result.losses["penalty"]) == pytest.approx(0.0225 * len(owners), abs=1e-7)
 
 
+@pytest.mark.parametrize("parameters", PARAMETERS, ids=str)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_auxiliary_mean_loss_counts_once_whatever_the_data_ranks(stages: int, parameters: dict) -> None:
+    model = penalised((0, 3))
+    step = step_of(model, with_penalty, stages, data_ranks=2, **parameters)
+    for number in (2, 8):  # one and four on each
+        ran, _ = assert_equal(model, with_penalty, divided(rows(8), number), step)
+        for owner in (0, 3):
+            assert float(ran.gradients[f"scalars.{owner}"]) == pytest.approx(0.03, abs=1e-7)
+        assert float(ran.result.losses["penalty"]) == pytest.approx(0.045, abs=1e-7)
+
+
 def accuracy_and_size(logits: Tensor, batch: dict) -> tuple[TokenLoss, dict]:
     loss = token_loss(logits, batch["labels"], label_smoothing=batch["label_smoothing"])
     right = (logits.argmax(-1) == batch["labels"]).sum()
     return loss, {"acc_sum": metric(right, "sum"), "z": logits.logsumexp(-1).square().mean()}
 
 
-@pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (4, "gpipe")])
-def test_metrics_and_a_float_argument_that_changes_between_steps(stages: int, schedule: str) -> None:
-    step = step_of(gpt(), accuracy_and_size, stages, schedule)
+@pytest.mark.parametrize(
+    ("stages", "schedule", "data_ranks"), [(2, "1f1b", 1), (4, "gpipe", 1), (1, "1f1b", 2), (2, "1f1b", 2)]
+)
+def test_metrics_and_a_float_argument_that_changes_between_steps(stages: int, schedule: str, data_ranks: int) -> None:
+    step = step_of(gpt(), accuracy_and_size, stages, schedule, data_ranks)
     for traces, smoothing in ((1, 0.0), (2, 0.1), (2, 0.0), (2, 0.1)):
         microbatches = [{**batch, "label_smoothing": smoothing} for batch in divided(rows(8), 4)]
         assert_equal(gpt(), accuracy_and_size, microbatches, step)

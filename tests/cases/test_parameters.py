@@ -9,7 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from graphcomp import TokenLoss
-from tests.cases.tiny import LAYOUTS, assert_equal, divided, next_token, relative, rows, step_of, tiny_gpt
+from tests.cases.tiny import (
+    LAYOUTS,
+    PARAMETERS,
+    assert_equal,
+    dealt,
+    divided,
+    next_token,
+    relative,
+    rows,
+    step_of,
+    tiny_gpt,
+)
 from tests.zoo.gpt import Block, TinyGPT
 from tests.zoo.reference import reference
 
@@ -29,14 +40,20 @@ class FourTimes(TinyGPT):
 
 
 @pytest.mark.parametrize("kind", [Tied, FourTimes])
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_shared_parameters_are_trained_as_one(stages: int, kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize(
+    ("stages", "data_ranks", "parameters"),
+    [*((stages, 1, {}) for stages in (1, 2, 4)), *((stages, 2, one) for stages in (1, 2) for one in PARAMETERS)],
+    ids=str,
+)
+def test_shared_parameters_are_trained_as_one(
+    stages: int, data_ranks: int, parameters: dict, kind: type[nn.Module]
+) -> None:
     model, eager = tiny_gpt(kind), tiny_gpt(kind)
-    step = step_of(model, next_token, stages)
+    step = step_of(model, next_token, stages, data_ranks=data_ranks, **parameters)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, eps=1e-3) for each in (model, eager)]
     for number in range(3):
         microbatches = divided(rows(8, seed=number), 4)
-        ran = step.run(microbatches)
+        ran = step.run(dealt(microbatches, data_ranks))
         expected = reference(eager, next_token, microbatches)
         assert relative(ran.result.loss, expected.loss) <= 1e-5
         for each, gradients in ((model, ran.gradients), (eager, expected.gradients)):
@@ -67,10 +84,15 @@ class Unused(TinyGPT):
         return self.head(self.norm(x))
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_parameters_that_take_no_part_have_no_gradient(stages: int) -> None:
+@pytest.mark.parametrize(
+    ("stages", "data_ranks", "parameters"),
+    [*((stages, 1, {}) for stages in (1, 2, 4)), *((stages, 2, one) for stages in (1, 2) for one in PARAMETERS)],
+    ids=str,
+)
+def test_parameters_that_take_no_part_have_no_gradient(stages: int, data_ranks: int, parameters: dict) -> None:
     model = tiny_gpt(Unused)
-    ran, _ = assert_equal(model, next_token, divided(rows(4), 2), step_of(model, next_token, stages))
+    step = step_of(model, next_token, stages, data_ranks=data_ranks, **parameters)
+    ran, _ = assert_equal(model, next_token, divided(rows(4), 2), step)
     for name in ("spare.weight", "watched.weight", "watched.bias", "positions.weight"):
         assert ran.gradients.get(name) is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from tests.zoo.reference import Reference, reference
 
 STAGES = (1, 2, 4)
 LAYOUTS = [(stages, schedule) for stages in STAGES for schedule in SCHEDULES]
+PARAMETERS: list[dict[str, Any]] = [{}, {"parameters": "shard"}, {"parameters": "shard", "regather": True}]
+"""How data ranks hold parameters, as options of a plan."""
 VOCAB, LENGTH, IGNORED = 64, 16, -100
 
 
@@ -47,11 +50,22 @@ def next_token(logits: Tensor, batch: dict[str, Tensor]) -> Any:
     return token_loss(logits, batch["labels"])
 
 
-def step_of(model: nn.Module, loss_fn: Any, stages: int = 1, schedule: str = "1f1b", **options: Any) -> VirtualStep:
-    """All stages in this process, on the eager backend unless told otherwise."""
+def step_of(
+    model: nn.Module, loss_fn: Any, stages: int = 1, schedule: str = "1f1b", data_ranks: int = 1, **options: Any
+) -> VirtualStep:
+    """All stages and data ranks in this process, on the eager backend unless told otherwise."""
     if "split" not in options:
         options["stages"] = stages
-    return VirtualStep(model, loss_fn, plan=Plan(schedule=schedule, quiet=True, **{"backend": "eager", **options}))
+    plan = Plan(schedule=schedule, quiet=True, **{"backend": "eager", **options})
+    return VirtualStep(model, loss_fn, plan=plan, data_ranks=data_ranks)
+
+
+def dealt(microbatches: Sequence[Any], data_ranks: int) -> list[Any]:
+    """What a step takes: the microbatches, or, with several data ranks, a list of them for each, in order."""
+    if data_ranks == 1:
+        return list(microbatches)
+    ends = [len(microbatches) * rank // data_ranks for rank in range(data_ranks + 1)]
+    return [list(microbatches[begin:end]) for begin, end in pairwise(ends)]
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -75,7 +89,7 @@ def assert_equal(
     state = torch.get_rng_state()
     expected = reference(model, loss_fn, microbatches)
     torch.set_rng_state(state)
-    ran = step.run(microbatches, outputs)
+    ran = step.run(dealt(microbatches, step.data_ranks), outputs)
     result = ran.result
     assert relative(result.loss, torch.as_tensor(expected.loss)) <= tolerance
     for name, loss in expected.losses.items():
