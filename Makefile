@@ -56,6 +56,7 @@ types: $(STAMP) ## mypy on the built package
 bench: $(STAMP) ## step time, memory and compile time against torch's own pipelining, DDP and FSDP
 	@$(BIN)/python benchmarks/pipeline.py
 	@$(BIN)/python benchmarks/data.py
+	@$(BIN)/python benchmarks/overhead.py
 
 clean: ## remove build outputs, caches and run folders
 	@rm -rf build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

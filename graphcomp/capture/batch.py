@@ -45,7 +45,7 @@ def dense(leaf: torch.Tensor) -> torch.Tensor:
     if leaf.is_conj() or leaf.is_neg():
         leaf = leaf.resolve_conj().resolve_neg()
     leaf = leaf.contiguous()
-    if any(size < 2 for size in leaf.shape):
+    if min(leaf.shape, default=2) < 2:
         strides = tuple(math.prod(leaf.shape[dim + 1 :]) for dim in range(leaf.dim()))
         if leaf.stride() != strides:
             leaf = leaf.as_strided(leaf.shape, strides)
