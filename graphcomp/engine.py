@@ -277,7 +277,7 @@ class Engine:
         """Those that ranks may wait on besides the layout's."""
         for name in {name for one in self.compiler.specialisations for name in one.joint.groups.values()}:
             yield group_of(name)
-        if self.layout.data_mesh is not None and not self.preparation.spread:
+        if self.layout.data_mesh is not None and self.preparation.spreading:
             yield self.layout.data_mesh.get_group()
 
     def _seeds(self, step: BoundStep) -> Sequence[torch.Tensor | None]:

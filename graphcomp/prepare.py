@@ -84,8 +84,9 @@ class Preparation:
         self._contributions: dict[int, Contribution] = {}
         self._homes: Mapping[str, tuple[int, ...]] = {}
         self._steps = Steps()
-        self.spread = False
-        """Whether the data ranks have been given their parameters."""
+        self._spread = False
+        self.spreading = False
+        """Whether data ranks are being given their parameters, over the mesh's own group."""
 
     def contribution(self, specialisations: Sequence[Specialisation]) -> Contribution:
         found = contribution({one.number: one.joint for one in specialisations}.values())
@@ -121,7 +122,7 @@ class Preparation:
                 self._check_buffers(one_of_each.values())
             self.state.require_real({name for one in made.values() for name in one.partitioned[0].parameter_stages})
             wire = "\n".join(_wire_text(self.compiler, one) for one in made.values())
-            if self._shards and self.layout.data_mesh is not None and not self.spread:
+            if self._shards and self.layout.data_mesh is not None and not self._spread:
                 to_shard = sharding_text(self.compiler.model, self.layout.data_mesh)
         except Exception as error:
             failure = error
@@ -137,9 +138,10 @@ class Preparation:
         for members in shared:
             for _, contribution_of_each in members:
                 self._contributions |= {one.number: one for one in contribution_of_each}
-        if self.layout.data_mesh is not None and not self.spread:
+        if self.layout.data_mesh is not None and not self._spread:
+            self.spreading = True
             (shard_parameters if self._shards else copy_from_first)(self.compiler.model, self.layout.data_mesh)
-            self.spread = True
+            self.spreading, self._spread = False, True
         for key, compiled in made.items():
             while len(self._compiled) >= KEPT:
                 del self._compiled[next(iter(self._compiled))]

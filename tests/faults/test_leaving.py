@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphcomp as gc
+import graphcomp.prepare
 from graphcomp.collectives import all_reduce
 from tests.faults.model import ARMED, WIDTH, Chain, Trap, batches, loss_fn, passing
 from tests.faults.processes import run, say_ready
@@ -155,6 +156,32 @@ def test_ranks_that_wait_in_a_collective_of_the_model_are_freed() -> None:
         assert found["type"] == ("Injected" if rank == 1 else "RankFailure") and not found["changed"]
         assert "rank 1, stage 0, microbatch 1, action 0FB1" in found["text"]
         assert found["raised"] - found["begun"] < 10
+
+
+def while_spreading(rank: int) -> list[dict[str, Any]]:
+    """Rank 3 does not take part when its data ranks split their parameters, over the mesh's own group."""
+    found = []
+    spread = graphcomp.prepare.shard_parameters
+    for failing in (3, None):
+        model = Chain(2, counted=False)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        plan = gc.Plan(mesh=mesh, split=["blocks.1"], parameters="shard", backend="eager", deadline=60.0, quiet=True)
+        step = gc.compile_train_step(model, loss_fn, plan=plan)
+        graphcomp.prepare.shard_parameters = interrupt if rank == failing else spread
+        found.append(attempt(step, batches(), model=model))
+    return found
+
+
+def interrupt(*given: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_ranks_that_wait_for_parameters_are_freed() -> None:
+    for rank, (failed, after) in enumerate(run(while_spreading, 4)):
+        assert failed["type"] == ("KeyboardInterrupt" if rank == 3 else "RankFailure")
+        assert "rank 3, stage 1, preparing the step" in failed["text"]
+        assert failed["raised"] - failed["begun"] < 10
+        assert after["type"] is None
 
 
 def other_calls(rank: int) -> list[dict[str, Any]]:
