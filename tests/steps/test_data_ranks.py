@@ -48,10 +48,12 @@ def equal(found: torch.Tensor | None, expected: torch.Tensor | None, name: str) 
         )
 
 
-@pytest.mark.parametrize("parameters", ["replicate", "shard", "regather"])
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("parameters", "stages"),
+    [("replicate", 1), ("replicate", 3), ("shard", 1), ("shard", 2), ("regather", 2)],
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_model_equals_eager_over_all_data_ranks(name: str, stages: int, parameters: str) -> None:
+def test_every_model_equals_eager_over_all_data_ranks(name: str, parameters: str, stages: int) -> None:
     case, model = ZOO[name], built(name)
     plan = gc.Plan(stages=stages, backend="eager", quiet=True, bucket_bytes=4096)
     if parameters != "replicate":
