@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -81,6 +81,9 @@ class Held:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.model.parameters()
+
+    def together(self, doing: str, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return work()
 
     def counted_parameters(self) -> Iterator[nn.Parameter]:
         named = self.model.named_parameters()
