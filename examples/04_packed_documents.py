@@ -10,8 +10,8 @@ of the program has two dimensions of sequence length.
 
 On a GPU the same boundaries go to a kernel that takes them as they are: cumulative lengths to a variable-length flash
 attention (wrapped as a custom operator), or document ids to the mask function of flex attention. The rest, packing and
-loss, stays as it is here. A mask of (tokens, tokens) that forward makes from the document ids gives the same numbers, but
-is kept for the backward of each stage.
+loss, stays as it is here. A mask of (tokens, tokens) that forward makes from the document ids gives the same numbers,
+but is kept for the backward of each stage.
 
 It ends with a check: loss and gradients of a step of packs against those of each document alone. Exit code 1 if they
 differ or the loss did not fall.
