@@ -17,13 +17,12 @@ def comparable(program: Program) -> str:
     lines = []
     for role, node in program.input_nodes():
         found = meta.value(node)
-        lines.append(
-            f"{symbols.role(role)}: {spelling.value(found, symbols)}{spelling.layout(found, symbols)} {names[node]}"
-        )
+        form = spelling.value(found, symbols) + spelling.layout(found, symbols)
+        lines.append(f"{names[node]}: {form} = {symbols.role(role)}")
     for node in program.calls():
         about = spelling.comment(node, {})
-        text = f"{spelling.value(meta.value(node), symbols)} = {call.text(node)}"
-        lines.append(f"{text}  # {about} {names[node]}" if about else f"{text} {names[node]}")
+        text = f"{names[node]}: {spelling.value(meta.value(node), symbols)} = {call.text(node)}"
+        lines.append(f"{text}  # {about}" if about else text)
     for role, result in program.output_items():
-        lines.append(f"{role} = {call.argument(result)}")
+        lines.append(f"return {role} = {call.argument(result)}")
     return "\n".join(lines)
