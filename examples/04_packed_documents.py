@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import io
 import os
 import random
 import sys
@@ -146,6 +147,7 @@ def train(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     step = gc.compile_train_step(model, loss_fn, plan=gc.Plan(mesh=mesh, backend=options.backend))
+    log = sys.stdout if rank == 0 else io.StringIO()  # every rank knows the loss; one prints it
     losses, began, tokens = [], time.perf_counter(), 0
     for number in range(options.steps):
         result = step([pack(group) for group in next(data)])
@@ -156,8 +158,8 @@ def train(rank: int, options: argparse.Namespace) -> dict[str, Any]:
         tokens += int(result.tokens["loss"])
         if number == 0:  # which captured and compiled
             began, tokens = time.perf_counter(), 0
-        if rank == 0 and number % 10 == 0:
-            print(f"step {number:4d}   loss {losses[-1]:.3f}", flush=True)
+        if number % 10 == 0:
+            print(f"step {number:4d}   loss {losses[-1]:.3f}", file=log, flush=True)
     speed = tokens / (time.perf_counter() - began)
     return {"losses": losses, "speed": speed, "traces": step.stats.traces, "programs": step.stats.programs}
 
