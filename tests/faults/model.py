@@ -50,7 +50,7 @@ class Trap:
             case "signal":  # where it is held back
                 os.kill(os.getpid(), signal.SIGINT)
             case "stall":
-                time.sleep(6)
+                time.sleep(7)
 
 
 class Armed:

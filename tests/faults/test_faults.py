@@ -58,7 +58,7 @@ def new_step(row: Row, model: nn.Module) -> Any:
         split=[f"blocks.{stage}" for stage in range(1, row.pp)],
         parameters="shard" if row.shard else "replicate",
         backend="eager",
-        deadline=3.0 if row.what == "stall" else 30.0,
+        deadline=4.0 if row.what == "stall" else 30.0,
         quiet=True,
     )
     return gc.compile_train_step(model, loss_fn, plan=plan)
@@ -176,7 +176,7 @@ def killed(row: Row, rank: int, found: dict[str, Any]) -> None:
 def stalled(row: Row, rank: int, found: dict[str, Any]) -> None:
     assert found["type"] == "RankFailure"
     assert "waited for another rank until the deadline" in found["text"]
-    assert "Timed out waiting 3000ms" in found["text"]
+    assert "Timed out waiting 4000ms" in found["text"]
     assert rank == row.rank or f"nothing was heard of rank {row.rank}" in found["text"]
 
 
