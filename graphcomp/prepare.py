@@ -82,6 +82,7 @@ class Preparation:
         self.agreement = Agreement(layout)
         self._compiled: dict[Key, _Compiled] = {}
         self._linked: dict[object, tuple[Prepared, ...]] = {}
+        self._step_calls: dict[object, tuple[DataParallel | None, Sequence[StepCalls]]] = {}
         self._contributions: dict[int, Contribution] = {}
         self._homes: Mapping[str, tuple[int, ...]] = {}
         self._steps = Steps()
@@ -103,6 +104,7 @@ class Preparation:
     def forget(self) -> None:
         """Drop what was linked: after a step of virtual ranks that failed half way."""
         self._linked.clear()
+        self._step_calls.clear()
 
     def compile(self, lines: Sequence[Sequence[Specialisation]], outputs: bool) -> None:
         """Cut and compile these sequences, one for each pipeline in this process. All ranks call it at the same step.
@@ -214,14 +216,25 @@ class Preparation:
         return self._linked[key]
 
     def _link(self, compiled: Sequence[_Compiled], outputs: bool, total: Contribution) -> tuple[Prepared, ...]:
+        data, calls = self._step_programs(total, len(compiled))
+        return tuple(self._line(one, outputs, total, data, own) for one, own in zip(compiled, calls, strict=True))
+
+    def _step_programs(self, total: Contribution, lines: int) -> tuple[DataParallel | None, Sequence[StepCalls]]:
+        """What is done once a step, for each pipeline of this process: the same whatever its microbatches are."""
+        key = (total.gradients, len(self.compiler.homes))
+        if key not in self._step_calls:
+            self._step_calls[key] = self._make_step_programs(total, lines)
+        return self._step_calls[key]
+
+    def _make_step_programs(self, total: Contribution, lines: int) -> tuple[DataParallel | None, Sequence[StepCalls]]:
         data = self._data(total)
         stages = range(self.compiler.plan.stage_count)
-        calls: list[StepCalls] = [{}] * len(compiled)
+        calls: list[StepCalls] = [{}] * lines
         if data is not None and self.virtual:
             calls = virtual_calls(data, stages)
         elif data is not None and self.layout.data is not None:
             calls = [process_calls(data, [self.layout.rank], self.layout.data.group_name)]
-        return tuple(self._line(one, outputs, total, data, own) for one, own in zip(compiled, calls, strict=True))
+        return data, calls
 
     def _line(
         self, one: _Compiled, outputs: bool, total: Contribution, data: DataParallel | None, calls: StepCalls
