@@ -10,19 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["Watch", "WatchCalls"]
 
 
-class Watch(TorchDispatchMode):
-    """Within, `observer(operator, result)` is called after each operator that runs."""
-
-    def __init__(self, observer: Callable[[Any, Any], None]) -> None:
-        super().__init__()
-        self.observer = observer
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.observer(func, result)
-        return result
-
-
 class WatchCalls(TorchDispatchMode):
     """Within, `observer(operator, arguments, result)` is called after each operator that runs."""
 
@@ -34,3 +21,10 @@ class WatchCalls(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.observer(func, args, result)
         return result
+
+
+class Watch(WatchCalls):
+    """Within, `observer(operator, result)` is called after each operator that runs."""
+
+    def __init__(self, observer: Callable[[Any, Any], None]) -> None:
+        super().__init__(lambda operator, _, result: observer(operator, result))

@@ -16,7 +16,7 @@ from graphcomp.ir.program import Program
 from graphcomp.partition import Partitioned
 from graphcomp.runtime.inputs import MicrobatchInputs
 from graphcomp.runtime.layout import Layout
-from graphcomp.runtime.prologue import Counts, count
+from graphcomp.runtime.prologue import Counts, count, never_zero
 
 
 class Counting:
@@ -54,8 +54,7 @@ class Counting:
         for name, given in tokens.items():
             wide = torch.float64 if given.is_floating_point() else found[name].dtype
             found[name] = given.to(self.layout.device, wide)
-        below = {name: torch.where(value == 0, torch.ones_like(value), value) for name, value in found.items()}
-        return Counts(found, below)
+        return Counts(found, {name: never_zero(value) for name, value in found.items()})
 
     def _prologue(self, one: MicrobatchInputs, cut: Partitioned) -> dict[str, torch.Tensor]:
         if cut.prologue is None:

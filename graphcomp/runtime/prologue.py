@@ -51,11 +51,16 @@ def count(
     tokens: dict[str, torch.Tensor] = {}
     denominators: dict[str, torch.Tensor] = {}
     for members, vector in vectors:
-        guarded = torch.where(vector == 0, torch.ones_like(vector), vector)
+        guarded = never_zero(vector)
         names = [loss.name for loss in members]
         tokens |= zip(names, vector.unbind(), strict=True)
         denominators |= zip(names, guarded.unbind(), strict=True)
     return Counts({one.name: tokens[one.name] for one in losses}, {one.name: denominators[one.name] for one in losses})
+
+
+def never_zero(counts: torch.Tensor) -> torch.Tensor:
+    """With 1 in the place of 0."""
+    return torch.where(counts == 0, torch.ones_like(counts), counts)
 
 
 def _sum(
