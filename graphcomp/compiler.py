@@ -22,6 +22,7 @@ from graphcomp.dataparallel.step import DataParallel
 from graphcomp.errors import StepError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
+from graphcomp.ir.comparable import comparable
 from graphcomp.ir.verify import verify
 from graphcomp.partition import Partitioned, partition
 from graphcomp.partition.homes import Homes, homes_of
@@ -61,6 +62,11 @@ class Specialisation:
     partitions: dict[bool, Partitioned] = field(default_factory=dict)
     callables: dict[tuple[bool, int, RunKind], Boxed] = field(default_factory=dict)
     kind: str = ""
+
+    @cached_property
+    def text_to_compare(self) -> str:
+        """The joint program as other processes have it if they have the same."""
+        return comparable(self.joint.program)
 
     def read_captured(self) -> dict[str, torch.Tensor]:
         """The tensors that user code reaches by itself, as they are now. Raises GuardError if one has another form."""

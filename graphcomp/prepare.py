@@ -13,7 +13,6 @@ from graphcomp.dataparallel.spec import Shards, Spec
 from graphcomp.dataparallel.step import DataParallel
 from graphcomp.errors import StateError
 from graphcomp.ir import signature as role
-from graphcomp.ir.comparable import comparable
 from graphcomp.partition import Partitioned
 from graphcomp.runtime.agreement import Agreement, DataRank
 from graphcomp.runtime.closing import Closing
@@ -114,7 +113,7 @@ class Preparation:
         one_of_each = {one.number: one for line in lines for one in line}
         self.agreement.share(_model_text(self.compiler.model), None, "", self.agreement.everyone)
         if self.layout.side is not None:
-            self.agreement.alike({one.kind: comparable(one.joint.program) for one in one_of_each.values()})
+            self.agreement.alike({one.kind: one.text_to_compare for one in one_of_each.values()})
         homes = self._agree_on_homes(list(one_of_each.values()), outputs)
         failure: Exception | None = None
         made: dict[Key, _Compiled] = {}
