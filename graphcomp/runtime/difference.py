@@ -7,11 +7,16 @@ from collections.abc import Sequence
 from graphcomp.errors import AgreementError
 
 
+def first_difference(mine: Sequence[str], theirs: Sequence[str], end: str = "nothing more") -> tuple[str, str]:
+    """The first line in which two texts differ, as each has it; `end` where one has no more lines."""
+    place = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+    own, their = (lines[place].strip() if place < len(lines) else end for lines in (mine, theirs))
+    return own, their
+
+
 def difference(texts: Sequence[str], first: int, other: int) -> AgreementError:
     """The error that shows the first line in which two of these texts differ."""
-    mine, theirs = texts[first].splitlines(), texts[other].splitlines()
-    place = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
-    own, their = (lines[place].strip() if place < len(lines) else "nothing more" for lines in (mine, theirs))
+    own, their = first_difference(texts[first].splitlines(), texts[other].splitlines())
     return AgreementError(
         "the ranks would not do the same",
         where=f"ranks {first} and {other}",

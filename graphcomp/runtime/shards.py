@@ -16,6 +16,7 @@ from graphcomp.compat.sharded import hindrance, recurrent_lists_renewed, shard_i
 from graphcomp.dataparallel.rows import padded_rows
 from graphcomp.dataparallel.spec import Shards, Spec
 from graphcomp.errors import AgreementError, PlanError, RankFailure, StateError
+from graphcomp.runtime.difference import first_difference
 from graphcomp.runtime.optimizer_state import HeldState, held_state
 from graphcomp.runtime.state import overlaps
 
@@ -133,13 +134,12 @@ def _agree(work: _Work, failure: Exception | None, mesh: DeviceMesh) -> None:
             raise RankFailure("the parameters could not be sharded", where=f"data rank {rank}", got=problem)
         first = everyone[0][1]
         if lines != first:
-            place = next((i for i, (a, b) in enumerate(zip(first, lines, strict=False)) if a != b), None)
-            place = min(len(first), len(lines)) if place is None else place
+            expected, got = first_difference(first, lines, "no more parameters")
             raise AgreementError(
                 "the data ranks have different parameters to shard",
                 where=f"data ranks 0 and {rank}",
-                expected=first[place] if place < len(first) else "no more parameters",
-                got=lines[place] if place < len(lines) else "no more parameters",
+                expected=expected,
+                got=got,
                 do="build the same model, with the same gradients and optimizers, on every rank",
             )
 
