@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from graphcomp.dispatch import Bound, Dispatcher, as_microbatches
 from graphcomp.errors import AgreementError, StepError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
+from graphcomp.ir.digest import number_of
 from graphcomp.ir.randomness import step_seeds
 from graphcomp.prepare import Preparation, Prepared, key_of
 from graphcomp.runtime.agreement import Agreed, DataRank, Intent
@@ -188,7 +188,7 @@ class Engine:
         kinds, names = ("none", "local", "all"), options.tokens
         key = key_of(specialisations, options.keeps)
         return Intent(
-            common=(options.training, kinds.index(options.outputs), options.loss_scale, crc32(repr(names).encode())),
+            common=(options.training, kinds.index(options.outputs), options.loss_scale, number_of(repr(names))),
             own=(each, contents),
             text="\n".join(lines),
             contribution=self.preparation.contribution(specialisations).number,

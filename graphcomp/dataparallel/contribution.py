@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +10,7 @@ from graphcomp.capture.joint import Joint, LossSpec, MetricSpec
 from graphcomp.errors import AgreementError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
+from graphcomp.ir.digest import number_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Contribution:
     def number(self) -> int:
         """The same in every process for equal contributions."""
         parts = (self.losses, self.metrics, sorted(self.floating), self.gradients, self.seeded)
-        return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7])
+        return number_of(repr(parts))
 
 
 def contribution(joints: Iterable[Joint]) -> Contribution:

@@ -21,6 +21,11 @@ def digest(program: Program) -> str:
     return hashlib.sha256("\n".join(canonical(program)).encode()).hexdigest()[:32]
 
 
+def number_of(text: str) -> int:
+    """A text in 56 bits: the same in every process, which Python's own hash of texts is not."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+
 def canonical(program: Program) -> list[str]:
     """The lines that the digest is taken of."""
     symbols = spelling.Symbols(program)

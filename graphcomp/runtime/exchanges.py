@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from graphcomp.compat.process_groups import ranks_of
 from graphcomp.compat.symbols import expression, symbol_names
 from graphcomp.ir import meta
 from graphcomp.ir.collective_calls import axis_of, is_start
+from graphcomp.ir.digest import number_of
 from graphcomp.ir.program import Program
 from graphcomp.ir.sizes import evaluator
 from graphcomp.ir.spelling import Symbols, operation, value
@@ -43,9 +43,7 @@ class Exchanges:
     @cached_property
     def number(self) -> int:
         """The same in every process for equal exchanges; 0 for none."""
-        if not self.lines:
-            return 0
-        return int.from_bytes(hashlib.sha256("\n".join(self.lines).encode()).digest()[:7])
+        return number_of("\n".join(self.lines)) if self.lines else 0
 
 
 def exchanges(
