@@ -10,21 +10,28 @@ from graphcomp.clip import clip_grad_norm_
 from graphcomp.compiler import GraphCompiler
 from graphcomp.losses import MeanLoss, Metric, TokenLoss, mean_loss, metric, token_loss
 from graphcomp.plan import Plan
-from graphcomp.runtime.result import StepResult
+from graphcomp.protocol import CompiledModel, StepOutput, Trainable, compile
+from graphcomp.runtime.result import MicrobatchResult, StepResult, combine
 from graphcomp.step import CompiledStep, compile_train_step
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CompiledModel",
     "CompiledStep",
     "GraphCompiler",
     "MeanLoss",
     "Metric",
+    "MicrobatchResult",
     "Plan",
+    "StepOutput",
     "StepResult",
     "TokenLoss",
+    "Trainable",
     "clip_grad_norm_",
     "collectives",
+    "combine",
+    "compile",
     "compile_train_step",
     "errors",
     "mean_loss",

@@ -26,6 +26,9 @@ from graphcomp.runtime.difference import difference
 from graphcomp.runtime.executor import RankResult, run_virtual_ranks
 from graphcomp.runtime.failure import Failures, Progress
 from graphcomp.runtime.fingerprint import checksum
+from graphcomp.runtime.finite import Place
+from graphcomp.runtime.hooks import Looking
+from graphcomp.runtime.initial import Recipe
 from graphcomp.runtime.inputs import StepInputs
 from graphcomp.runtime.layout import Layout
 from graphcomp.runtime.outputs import collect_outputs
@@ -46,6 +49,12 @@ class Options:
     loss_scale: float = 1.0
     tokens: tuple[str, ...] = ()
     """The losses whose denominators the caller gives."""
+    holds: bool = False
+    """Gradients are handed to the caller, not written."""
+    inspects: bool = False
+    """Before anything is written, hooks are run or values looked at, which may stop the step on all ranks."""
+    runs: bool = True
+    """False: it is prepared, or its tokens are counted, and no parameter is read."""
 
     @property
     def keeps(self) -> bool:
@@ -78,7 +87,7 @@ class BoundStep:
 class Ran:
     """A finished step. gradients: by name, of the ranks in this process. buffers: new values.
 
-    They are written where a process runs one rank; of virtual ranks nothing is.
+    They are written where a process runs one rank, gradients unless the caller holds them; of virtual ranks nothing is.
     """
 
     result: StepResult
@@ -120,6 +129,11 @@ class Engine:
             try:
                 batches = [as_microbatches(one) for one in given] if batches is None else batches
                 bound = [tuple(dispatcher.select(one, options.training)) for one in batches]
+                if dispatcher.state is not self.followed:  # the model was read anew: modules may have been replaced
+                    self.state.refresh()
+                    self.followed = dispatcher.state
+                if options.runs:
+                    self.state.require_real(self.preparation.used)
                 intents = [self._intent(one, options) for one in bound]
                 told = True
                 agreed = self._compare(intents)
@@ -129,9 +143,6 @@ class Engine:
                 if not told:
                     self.agreement.compare(Intent(), error)
                 raise
-            if dispatcher.state is not self.followed:  # the model was read anew: modules may have been replaced
-                self.state.refresh()
-                self.followed = dispatcher.state
             lines = [[one.specialisation for one in line] for line in bound]
             if not agreed.is_new:
                 prepared = self.preparation.link(lines, options.keeps, agreed.ranks)
@@ -168,15 +179,18 @@ class Engine:
         if not self.virtual:
             return self.agreement.compare(intents[0])
         is_new = any(one.is_new for one in intents)
-        meets = is_new or len({one.exchanges.number for one in intents}) == 1
-        return Agreed(tuple(DataRank(one.contribution, one.microbatches) for one in intents), is_new, meets)
+        axes = () if is_new else tuple(intents[0].exchanges)
+        apart = (axis for axis in axes if len({one.exchanges[axis].number for one in intents}) > 1)
+        ranks = tuple(DataRank(one.contribution, one.microbatches) for one in intents)
+        return Agreed(ranks, is_new, next(apart, None))
 
     def _intent(self, bound: Sequence[Bound], options: Options) -> Intent:
         specialisations = [one.specialisation for one in bound]
         each = tuple((one.specialisation.number, *one.sizes.values()) for one in bound)
         word = "a training" if options.training else "an evaluation"
         lines = [
-            f"{word} step, outputs={options.outputs!r}, loss_scale={options.loss_scale}, tokens of {options.tokens}",
+            f"{word} step, outputs={options.outputs!r}, loss_scale={options.loss_scale}, tokens of {options.tokens}"
+            f"{', with hooks or check_finite' * options.inspects}",
             f"{len(bound)} microbatches",
             *(f"microbatch {i}: specialisation {n}, sizes {sizes}" for i, (n, *sizes) in enumerate(each)),
         ]
@@ -188,28 +202,39 @@ class Engine:
         kinds, names = ("none", "local", "all"), options.tokens
         key = key_of(specialisations, options.keeps)
         return Intent(
-            common=(options.training, kinds.index(options.outputs), options.loss_scale, number_of(repr(names))),
+            common=(
+                (options.training, options.inspects),
+                kinds.index(options.outputs),
+                options.loss_scale,
+                number_of(repr(names)),
+            ),
             own=(each, contents),
             text="\n".join(lines),
             contribution=self.preparation.contribution(specialisations).number,
             microbatches=len(bound),
             is_new=self.preparation.is_new(key),
-            exchanges=self.preparation.exchanges(key).at([one.sizes for one in bound]),
+            exchanges={a: each.at([one.sizes for one in bound]) for a, each in self.preparation.exchanges(key).items()},
         )
 
     def _check_meeting(self, intents: Sequence[Intent], agreed: Agreed) -> None:
-        """What data ranks do together while their pipelines run, they must do in one order. Raises on all of them."""
+        """What ranks do together while their pipelines run, they must do in one order. Raises on all of them."""
         ranks = agreed.ranks
-        if self.compiler.plan.regather and len({rank.microbatches for rank in ranks}) > 1:
-            error = AgreementError(
-                "Plan(regather=True) needs as many microbatches on every data rank",
-                got=", ".join(f"{rank.microbatches} on data rank {i}" for i, rank in enumerate(ranks)),
-                do="give every data rank the same number, or leave `regather` out",
-            )
-            raise self.agreement.told(error)
-        if not agreed.meets:
-            texts = ["\n".join(one.exchanges.lines) for one in intents]
-            self.agreement.share(texts[0], None, "take part in the step", self.agreement.peers)
+        everyone = tuple(range(len(ranks)))
+        rules = [("the mesh's axis 'cp'", one, "") for one in self.agreement.grid.data_ranks_along("cp")]
+        if self.compiler.plan.regather:
+            rules.append(("Plan(regather=True)", everyone, ", or leave `regather` out"))
+        for what, members, way_out in rules:
+            if len({ranks[i].microbatches for i in members}) > 1:
+                error = AgreementError(
+                    f"{what} needs as many microbatches on every data rank{' along it' * (members != everyone)}",
+                    got=", ".join(f"{ranks[i].microbatches} on data rank {i}" for i in members),
+                    do=f"give every data rank the same number{way_out}",
+                )
+                raise self.agreement.told(error)
+        if agreed.apart is not None:
+            texts = ["\n".join(one.exchanges[agreed.apart].lines) for one in intents]
+            groups = self.agreement.along.get(agreed.apart)
+            self.agreement.share(texts[0], None, "take part in the step", groups)
             raise difference(texts, 0, next(i for i, text in enumerate(texts) if text != texts[0]))
 
     def _check_tokens(self, options: Options, prepared: Prepared) -> None:
@@ -225,14 +250,18 @@ class Engine:
             )
             raise self.agreement.told(error)
 
-    def run(self, step: BoundStep, tokens: Mapping[str, torch.Tensor] | None = None) -> Ran:
+    def run(
+        self, step: BoundStep, tokens: Mapping[str, torch.Tensor] | None = None, looking: Looking | None = None
+    ) -> Ran:
         """Run it, and write what it yields. tokens: denominators in the place of the step's own counts.
+
+        looking: what to do before it is written, if the step's options say so.
 
         An error before the closing exchange leaves everything as it was, on all ranks: none comes through that exchange
         unless all have come to it, and what is written behind it has been made ready before.
         """
         try:
-            return self.failures.guarded(lambda: self._run(step, tokens))
+            return self.failures.guarded(lambda: self._run(step, tokens, looking or Looking()), self.agreement.known)
         except BaseException:
             for line in step.lines:
                 for executor in line.prepared.executors:
@@ -241,7 +270,7 @@ class Engine:
                 self.preparation.forget()
             raise
 
-    def _run(self, step: BoundStep, tokens: Mapping[str, torch.Tensor] | None) -> Ran:
+    def _run(self, step: BoundStep, tokens: Mapping[str, torch.Tensor] | None, looking: Looking) -> Ran:
         counts, collectives = self._count(step)
         self.progress.doing = "beginning the microbatches"
         if tokens:
@@ -254,7 +283,7 @@ class Engine:
                 executor.begin(inputs)
         results = run_virtual_ranks(executors)
         self.progress.doing = "bringing the results together"
-        return self._finish(step, counts, results, collectives)
+        return self._finish(step, counts, results, collectives, looking)
 
     def together(self, doing: str, work: Callable[[], Result]) -> Result:
         """What `work` returns, which all ranks do between steps."""
@@ -262,6 +291,34 @@ class Engine:
         self.progress.begin(doing)
         self.progress.come_to("closing", doing)  # one rank may have done it when another fails
         return self.failures.guarded(work)
+
+    def agreed(self, what: str, look: Callable[[], Result], alike: str = "") -> Result:
+        """What `look` returns, which changes nothing; if it raises, all ranks raise, and the step may be used on.
+
+        what: completes "rank 1 could not ...". alike: what must be the same on all ranks.
+        """
+        self.require_usable()
+        self.progress.begin(f"about to {what}")
+        return self.failures.guarded(lambda: self._agreed(what, look, alike), self.agreement.known)
+
+    def _agreed(self, what: str, look: Callable[[], Result], alike: str) -> Result:
+        try:
+            found = look()
+        except Exception as error:
+            self.agreement.share("", error, what)
+            raise
+        self.agreement.share("", None, what)
+        self.agreement.alike({what: alike})
+        return found
+
+    def materialize(self, recipe: Recipe) -> None:
+        """Give memory and first values to what this rank holds on meta: now, or once the model is cut."""
+        materialize = self.agreed(
+            "materialise the model", lambda: self.preparation.materialisation(recipe), f"seed={recipe.seed!r}"
+        )
+        self.preparation.recipe = recipe
+        self.together("materialising the model", materialize)
+        self.state.refresh()
 
     def count(self, step: BoundStep) -> Counts:
         """The tokens of a step, over all its data ranks."""
@@ -320,7 +377,14 @@ class Engine:
                     return self._scales[key]
         return None
 
-    def _finish(self, step: BoundStep, counts: Counts, results: Sequence[RankResult], collectives: int) -> Ran:
+    def _finish(
+        self,
+        step: BoundStep,
+        counts: Counts,
+        results: Sequence[RankResult],
+        collectives: int,
+        looking: Looking,
+    ) -> Ran:
         left = iter(results)
         by_line = [[next(left) for _ in line.prepared.executors] for line in step.lines]
         collectives += sum(result.collectives for result in results)
@@ -337,10 +401,19 @@ class Engine:
         gradients = _gradients(step.lines, by_line)
         writes = Writes()
         if step.options.training and not self.virtual:
-            writes = self.state.writes(gradients, buffers)
+            writes = self.state.writes({} if step.options.holds else gradients, buffers)
+        if step.options.inspects:
+            self.progress.doing = "in the closing exchange of losses"
+            closed, used, vectors = self._close(step, by_line, counts)
+            self.progress.doing = "looking at the results"
+            seen = self._look(step, counts, vectors, kept, looking)
         with signals_held():
-            self.progress.come_to("closing", "in the closing exchange of losses")
-            closed, used = self._close(step, by_line, counts)
+            if step.options.inspects:
+                self.progress.come_to("closing", "looking at the results")
+                looking.agree(self.agreement, *seen)
+            else:
+                self.progress.come_to("closing", "in the closing exchange of losses")
+                closed, used, _ = self._close(step, by_line, counts)
             if self.layout.device.type != "cpu":
                 self.agreement.meet()  # the host has not waited for the exchange
             self.progress.come_to("writing", "writing gradients and buffers")
@@ -354,6 +427,8 @@ class Engine:
             first.metrics,
             tuple(share for one in closed for share in one.microbatch_losses),
             tuple(kept) if step.options.keeps else None,
+            {one.name: one.reduction for one in step.lines[0].prepared.total.metrics},
+            first.counts,
         )
         return Ran(
             reported,
@@ -364,10 +439,20 @@ class Engine:
             collectives + used,
         )
 
+    def _look(
+        self, step: BoundStep, counts: Counts, vectors: Sequence[torch.Tensor], outputs: Sequence[Any], looking: Looking
+    ) -> tuple[list[Place | None], Exception | None]:
+        """Where this process's ranks have something that is not finite; and what a hook has raised here."""
+        watches = [(line, one.watch) for line in step.lines for one in line.prepared.executors]
+        places = [watch.first(line.data_rank) for line, watch in watches if watch is not None]
+        each = zip((line.prepared.closing for line in step.lines), vectors, strict=True)
+        parts = [part for closing, vector in each for part in closing.microbatches(vector, counts.denominators)]
+        return places, looking.run_hooks(parts, outputs)
+
     def _close(
         self, step: BoundStep, by_line: Sequence[Sequence[RankResult]], counts: Counts
-    ) -> tuple[list[Closed], int]:
-        """Losses and metrics of each pipeline in this process, and the number of collectives used."""
+    ) -> tuple[list[Closed], int, Sequence[torch.Tensor]]:
+        """Losses and metrics of each pipeline in this process, how many collectives it took, the whole vectors."""
         vectors: list[Any] = [
             sum(
                 line.prepared.closing.pack(result.records, program.stages)
@@ -377,7 +462,7 @@ class Engine:
         ]
         closing, *others = [line.prepared.closing for line in step.lines]
         if self.virtual:
-            return closing.close_together(others, vectors, counts.denominators), 0
+            return closing.close_together(others, vectors, counts.denominators), 0, vectors
         used = 0
         if self.layout.closing is not None:
             dist.all_reduce(vectors[0], group=self.layout.closing)
@@ -396,7 +481,7 @@ class Engine:
             first = self.layout.data_rank == 0
             data = DataRanks(reduce(dist.ReduceOp.SUM), reduce(dist.ReduceOp.MAX), first)
         closed = closing.close(vectors[0], counts.denominators, data)
-        return [closed], used
+        return [closed], used, vectors
 
 
 def _gradients(lines: Sequence[Line], by_line: Sequence[Sequence[RankResult]]) -> dict[str, torch.Tensor]:

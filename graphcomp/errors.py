@@ -10,6 +10,7 @@ __all__ = [
     "GraphcompError",
     "GuardError",
     "LossError",
+    "NonFiniteError",
     "ParityError",
     "PartitionError",
     "PlanError",
@@ -92,6 +93,13 @@ class StateError(GraphcompError):
 
 class StepError(GraphcompError):
     """A step was called in a state in which it cannot run: under no_grad, not materialised, unusable after an error."""
+
+
+class NonFiniteError(StepError):
+    """A loss, boundary value or gradient of a step is nan or infinite, and the plan has `check_finite=True`.
+
+    Names the step, and the first stage and microbatch where it is so. Raised on all ranks; nothing was written.
+    """
 
 
 class BackendError(GraphcompError):

@@ -18,25 +18,31 @@ BACKENDS = ("inductor", "eager")
 PARAMETERS = ("replicate", "shard")
 CHECKS = (None, "transfers")
 AXES = ("pp", "dp", "tp", "cp")
+DATA_AXES = ("dp", "cp")
+"""Over whose ranks a step adds up losses, counts and gradients."""
+JOINED = "dp_cp"
+"""What programs call both of them together."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """What to compile for.
 
-    mesh: a `DeviceMesh` with axes named from pp, dp, tp, cp; None: this process alone.
+    mesh: a `DeviceMesh` with axes named from pp, dp, tp, cp, in any order; None: this process alone.
     stages: number of pipeline stages; None: the size of `pp`, or 1.
     schedule: "gpipe" or "1f1b".
     split: names of the modules that begin stages 1, 2, ... in order of execution; None: a balanced cut.
-    parameters: "replicate" or "shard" (over `dp`).
+    parameters: "replicate" or "shard" (over `dp` and `cp`).
     backend: "inductor", or "eager" (the same graphs, run operation by operation, bitwise as eager PyTorch).
     regather: with parameters="shard": gather parameters anew for every action and free them behind it, instead of once
         a step.
-    bucket_bytes: collectives over `dp` are joined up to this many bytes.
+    bucket_bytes: collectives over data ranks are joined up to this many bytes.
     accumulate_dtype: dtype in which gradients accumulate; None: the parameter's own.
     max_programs: most specialisations kept before a step refuses to make another.
     deadline: seconds to wait for another rank before giving up.
     check: "transfers" sends a fingerprint with each transfer and compares it; None does not.
+    check_finite: raise NonFiniteError, before anything is written, if a loss, boundary value or gradient of a step is
+        nan or infinite. Looks at every such value on the device, and waits for the device once a step.
     quiet: show no progress.
 
     Raises PlanError for an unknown or contradictory option.
@@ -54,6 +60,7 @@ class Plan:
     max_programs: int = 8
     deadline: float = 1800.0
     check: Literal["transfers"] | None = None
+    check_finite: bool = False
     quiet: bool = False
 
     def __post_init__(self) -> None:
@@ -70,6 +77,7 @@ class Plan:
         _one_of("backend", self.backend, BACKENDS)
         _one_of("parameters", self.parameters, PARAMETERS)
         _one_of("check", self.check, CHECKS)
+        _one_of("check_finite", self.check_finite, (True, False))
         _whole("max_programs", self.max_programs, 1)
         _whole("bucket_bytes", self.bucket_bytes, 1)
         if self.regather and self.parameters != "shard":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -19,9 +19,11 @@ from graphcomp.runtime.closing import Closing
 from graphcomp.runtime.exchanges import Exchanges, exchanges
 from graphcomp.runtime.executor import RankExecutor
 from graphcomp.runtime.fingerprint import CheckedTransport, Steps
+from graphcomp.runtime.initial import Recipe
 from graphcomp.runtime.layout import Layout
 from graphcomp.runtime.link import Callables, StepCalls
 from graphcomp.runtime.lower import distinct
+from graphcomp.runtime.materialize import Holding, initialisation, on_meta
 from graphcomp.runtime.replicas import copy_from_first
 from graphcomp.runtime.shards import shard_parameters, sharding_text
 from graphcomp.runtime.state import LiveState
@@ -55,14 +57,14 @@ class Prepared:
 class _Compiled:
     """What has been agreed on and compiled for a sequence of specialisations; data ranks not considered.
 
-    exchanges: what this rank does with the same rank of other pipelines while it runs.
+    exchanges: by axis, what this rank does with the others along it while its pipeline runs.
     """
 
     specialisations: tuple[Specialisation, ...]
     partitioned: tuple[Partitioned, ...]
     callables: Callables
     own: Contribution
-    exchanges: Exchanges
+    exchanges: Mapping[str, Exchanges]
 
 
 Key = tuple[tuple[int, ...], bool]
@@ -86,6 +88,8 @@ class Preparation:
         self._homes: Mapping[str, tuple[int, ...]] = {}
         self._steps = Steps()
         self._spread = False
+        self.recipe: Recipe | None = None
+        """How to initialise what this rank comes to hold and has on meta."""
         self.spreading = False
         """Whether data ranks are being given their parameters, over the mesh's own group."""
 
@@ -96,9 +100,9 @@ class Preparation:
     def is_new(self, key: Key) -> bool:
         return key not in self._compiled
 
-    def exchanges(self, key: Key) -> Exchanges:
-        """Those of a step that is not new."""
-        return self._compiled[key].exchanges if key in self._compiled else Exchanges()
+    def exchanges(self, key: Key) -> Mapping[str, Exchanges]:
+        """Those of a step that is not new, by axis."""
+        return self._compiled[key].exchanges if key in self._compiled else {}
 
     def forget(self) -> None:
         """Drop what was linked: after a step of virtual ranks that failed half way."""
@@ -111,19 +115,21 @@ class Preparation:
         Raises what went wrong here, or RankFailure for what went wrong elsewhere; then nothing has changed.
         """
         one_of_each = {one.number: one for line in lines for one in line}
-        self.agreement.share(_model_text(self.compiler.model), None, "", self.agreement.everyone)
+        grid = self.agreement.grid
+        self.agreement.share(_model_text(self.compiler.model), None, "", grid.everyone)
         if self.layout.side is not None:
             self.agreement.alike({one.kind: one.text_to_compare for one in one_of_each.values()})
         homes = self._agree_on_homes(list(one_of_each.values()), outputs)
         failure: Exception | None = None
         made: dict[Key, _Compiled] = {}
-        wire, to_shard = "", ""
+        wire, to_shard, materialize = "", "", _nothing
         try:
             for line in lines:
                 made[key_of(line, outputs)] = self._compile(line, outputs)
             if self.layout.data_ranks > 1:
                 self._check_buffers(one_of_each.values())
-            self.state.require_real({name for one in made.values() for name in one.partitioned[0].parameter_stages})
+            if self.recipe is not None:
+                materialize = self.materialisation(self.recipe)
             wire = "\n".join(_wire_text(self.compiler, one) for one in made.values())
             if self._shards and self.layout.data_mesh is not None and not self._spread:
                 to_shard = sharding_text(self.compiler.model, self.layout.data_mesh)
@@ -145,12 +151,39 @@ class Preparation:
             self.spreading = True
             (shard_parameters if self._shards else copy_from_first)(self.compiler.model, self.layout.data_mesh)
             self.spreading, self._spread = False, True
+        materialize()
         for key, compiled in made.items():
             while len(self._compiled) >= KEPT:
                 del self._compiled[next(iter(self._compiled))]
             self._compiled[key] = compiled
         self._homes = homes
         self.state.refresh()
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it is known which stage holds what."""
+        return self.layout.stages == 1 or self.virtual or bool(self.compiler.homes)
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter or buffer is held in this process. What no stage uses, the first one holds."""
+        return self.virtual or self.layout.rank in self.compiler.homes.get(name, (0,))
+
+    @property
+    def used(self) -> set[str]:
+        """The parameters and buffers that steps in this process read."""
+        return {name for name in self.compiler.homes if self.holds(name)}
+
+    @property
+    def holding(self) -> Holding:
+        return Holding(self.layout.device, self.layout.data_mesh if self._shards else None)
+
+    def materialisation(self, recipe: Recipe) -> Callable[[], None]:
+        """What gives memory and first values to all that this process holds on meta; that may be nothing.
+
+        Raises StateError for a model of which something cannot be initialised, also if another rank holds that.
+        """
+        names = [name for name in on_meta(self.compiler.model) if self.is_placed and self.holds(name)]
+        return initialisation(self.compiler.model, recipe, names, self.holding)
 
     @property
     def _shards(self) -> bool:
@@ -170,7 +203,7 @@ class Preparation:
             shared = self.agreement.share("", failure, "cut the step", more=dict(self.compiler.homes))
             if failure is not None:
                 raise failure
-            found = [members[0] for members in shared]
+            found = [each for members in shared for each in members]
             new = next((one for one in found if one.keys() - homes.keys()), homes)
             homes = {**new, **homes}
             if all(one == homes for one in found):
@@ -180,9 +213,11 @@ class Preparation:
         partitioned = tuple(self.compiler.partition(one, outputs=outputs) for one in line)
         programs = self.compiler.lower(partitioned, outputs=outputs, rank=self._rank)
         callables = self.compiler.compile(programs, line, outputs=outputs)
-        peers = [line[self.layout.rank] for line in self.layout.lines]
         actions = [action for program in programs.ranks for action in programs.schedule.ranks[program.rank]]
-        together = exchanges(actions, partitioned, self.compiler.plan.regather, peers)
+        regather = self.layout.data_axis if self.compiler.plan.regather else None
+        together = {
+            axis: exchanges(actions, partitioned, axis == regather, peers) for axis, peers in self.layout.peers.items()
+        }
         return _Compiled(tuple(line), partitioned, callables, self.contribution(line), together)
 
     @property
@@ -250,6 +285,7 @@ class Preparation:
                 self.compiler.plan.accumulate_dtype,
                 calls,
                 None if self.virtual else self.layout.ranks[self.layout.rank],
+                self.compiler.plan.check_finite,
             )
             for program in programs.ranks
         )
@@ -274,6 +310,7 @@ class Preparation:
             plan.regather,
             plan.bucket_bytes,
             plan.accumulate_dtype,
+            self.layout.data_axis,
         )
 
     def _transport(self, network: VirtualNetwork) -> Transport:
@@ -282,7 +319,11 @@ class Preparation:
         transport = ProcessTransport(self.layout.down, self.layout.up, range(self.layout.stages))
         if self.compiler.plan.check is None or self.layout.side is None:
             return transport
-        return CheckedTransport(transport, self.layout.side, self.layout.lines[self.layout.data_rank], self._steps)
+        return CheckedTransport(transport, self.layout.side, self.layout.ranks, self._steps)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _model_text(model: nn.Module) -> str:

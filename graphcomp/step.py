@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,17 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from graphcomp.compiler import GraphCompiler, Specialisation
 from graphcomp.dispatch import Dispatcher
-from graphcomp.engine import BoundStep, Engine, Options
+from graphcomp.engine import BoundStep, Engine, Options, Ran
 from graphcomp.errors import PlanError, StepError
 from graphcomp.plan import Plan
 from graphcomp.prepare import Prepared
+from graphcomp.runtime.held import HeldStep
+from graphcomp.runtime.hooks import Hook, Looking
+from graphcomp.runtime.initial import Initialiser, Recipe
 from graphcomp.runtime.layout import Layout, check_layout, make_layout
 from graphcomp.runtime.result import StepResult
 
@@ -47,18 +52,33 @@ class CompiledStep:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, plan: Plan, layout: Layout) -> None:
         self.model, self.plan, self.layout = model, plan, layout
-        alone = layout.stages == layout.data_ranks == 1
-        self.rank = None if alone else layout.ranks[layout.rank]
+        self.rank = None if layout.side is None else layout.place
         self.compiler = GraphCompiler(model, loss_fn, plan, rank=self.rank, data_ranks=layout.data_ranks)
         self.stats = Stats()
         self._dispatcher = Dispatcher(self.compiler, layout.device)
         self._engine = Engine(self.compiler, layout)
         self.latest: list[Specialisation] = []
         self._prepared: Prepared | None = None
+        self._hooks: OrderedDict[int, Hook] = OrderedDict()
 
     def compile(self, example: Any) -> None:
         """Capture and compile for microbatches like `example`, without running a step. All ranks must call it."""
-        self._bind([example], Options())
+        self._bind([example], Options(runs=False))
+
+    def materialize(self, init: Initialiser | None = None, *, seed: int = 0) -> None:
+        """Give memory and first values to what this rank owns of a model that was built on the meta device.
+
+        init: a function on a module, as `nn.Module.apply` takes it; None: every module's own `reset_parameters()` or
+            `_reset_parameters()`. Called for all modules, children first; what is not owned stays on meta meanwhile.
+        seed: the values depend on it, on nothing else: not on the layout, nor on what was drawn before.
+
+        What has values keeps them, so for a real model this does nothing. Parameters stay the same objects. With
+        several stages of which nothing is compiled yet, it is done at the first compile. All ranks must call it. Raises
+        StateError, before any effect, for what nothing initialises.
+        """
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise PlanError("the seed of materialize is a whole number", got=repr(seed))
+        self._engine.materialize(Recipe(init, seed))
 
     def __call__(
         self,
@@ -79,34 +99,59 @@ class CompiledStep:
         Nothing is changed if it raises, unless the error says otherwise. Raises BatchError, GuardError, CaptureError,
         StepError, and whatever the model's own code raises; RankFailure if that was on another rank.
         """
-        if not torch.is_grad_enabled():
-            raise StepError(
-                "a training step was called under no_grad",
-                do="call step.evaluate(microbatches) to evaluate, or leave the no_grad block",
-            )
         given = _denominators(tokens or {})
-        return self._run(microbatches, Options(True, outputs, loss_scale, tuple(sorted(given))), given)
+        options = Options(True, outputs, loss_scale, tuple(sorted(given)), inspects=self._inspects)
+        return self._run(microbatches, options, given).result
+
+    def hold(self, microbatches: Iterable[Any], outputs: Outputs = "none") -> HeldStep:
+        """A step that keeps its gradients until `deposit()`, which adds them to `.grad`. Buffers are written as ever.
+
+        Raises what a step raises; nothing is changed then.
+        """
+        ran = self._run(microbatches, Options(True, outputs, holds=True, inspects=self._inspects), {})
+        return HeldStep(ran.result, ran.gradients, self._engine.state)
+
+    def on_microbatch(self, hook: Hook) -> RemovableHandle:
+        """Call `hook(result)` for each microbatch of every later training step; `remove()` of the handle ends that.
+
+        Once for each of this pipeline's microbatches (a `MicrobatchResult`), in their order whatever the schedule, and
+        outside of the program: when the step has run, and before anything is written. If a hook raises, nothing is
+        written on any rank, all ranks raise, and the step may be used on. All ranks must have hooks, or none.
+        """
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
+
+    @property
+    def _inspects(self) -> bool:
+        return bool(self._hooks) or self.plan.check_finite
 
     def count(self, microbatches: Iterable[Any]) -> dict[str, torch.Tensor]:
         """What a step over these microbatches divides each loss by: its tokens, over all data ranks.
 
         For a mean loss: the number of microbatches. 0-dim tensors by loss name, lazy. All ranks must call it.
         """
-        return dict(self._engine.count(self._bind(microbatches, Options())).tokens)
+        return dict(self._engine.count(self._bind(microbatches, Options(runs=False))).tokens)
 
     def evaluate(self, microbatches: Iterable[Any], outputs: Outputs = "none") -> StepResult:
-        """Forward and loss only, in eval mode; changes neither gradients, nor buffers, nor the model's modes."""
-        with evaluation_mode(self.model):
-            return self._run(microbatches, Options(False, outputs), {})
+        """Forward and loss only, in eval mode.
+
+        Changes neither gradients, nor buffers, nor the model's modes, nor the random streams: what is trained later is
+        the same, bit by bit, with and without it.
+        """
+        devices = [] if self.layout.device.type == "cpu" else [self.layout.device]
+        with evaluation_mode(self.model), torch.random.fork_rng(devices):
+            return self._run(microbatches, Options(False, outputs), {}).result
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The user's own parameters that this rank owns, by original name, in the model's order.
 
-        Before the first step or `compile(example)` no stage is known; then this raises StepError on a cut plan.
+        What no stage uses, the first one owns. Before the first step or `compile(example)` no stage is known; then this
+        raises StepError on a cut plan.
         """
-        owned = self._owned()
+        self._placed()
         for name, parameter in self.model.named_parameters():
-            if owned is None or name in owned:
+            if self._engine.preparation.holds(name):
                 yield name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -118,9 +163,9 @@ class CompiledStep:
         if self.layout.stages == 1:
             yield from self.parameters()
             return
-        self._compiled()
         homes, rank = self.compiler.homes, self.layout.rank
-        yield from (parameter for name, parameter in self.named_parameters() if homes[name][0] == rank)
+        named = self.named_parameters()
+        yield from (parameter for name, parameter in named if homes.get(name, (0,))[0] == rank)
 
     def together(self, doing: str, work: Callable[[], Result]) -> Result:
         """Do what all ranks do together between steps: an error on one of them becomes an error on all."""
@@ -145,17 +190,23 @@ class CompiledStep:
             folder = Path(folder) / f"rank_{self.rank}"
         return dump_step(folder, self.compiler, prepared.programs, self.explain(), prepared.data)
 
-    def _run(self, microbatches: Iterable[Any], options: Options, tokens: Mapping[str, torch.Tensor]) -> StepResult:
+    def _run(self, microbatches: Iterable[Any], options: Options, tokens: Mapping[str, torch.Tensor]) -> Ran:
+        if options.training and not torch.is_grad_enabled():
+            raise StepError(
+                "a training step was called under no_grad",
+                do="call step.evaluate(microbatches) to evaluate, or leave the no_grad block",
+            )
         scale = options.loss_scale
         if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
             raise PlanError("loss_scale is a finite number", got=repr(scale), do="read a tensor with float() first")
         if options.outputs not in _OUTPUTS:
             raise PlanError(f"unknown outputs={options.outputs!r}", expected=", ".join(map(repr, _OUTPUTS)))
-        ran = self._engine.run(self._bind(microbatches, options), tokens)
         stats = self.stats
+        looking = Looking(stats.steps, tuple(self._hooks.values()))
+        ran = self._engine.run(self._bind(microbatches, options), tokens, looking)
         stats.steps += options.training
         stats.messages, stats.bytes_sent, stats.collectives = ran.messages, ran.bytes_sent, ran.collectives
-        return ran.result
+        return ran
 
     def _bind(self, microbatches: Iterable[Any], options: Options) -> BoundStep:
         bound = self._engine.bind(self._dispatcher, [microbatches], options)
@@ -171,11 +222,11 @@ class CompiledStep:
             raise StepError("nothing is compiled yet", do="run a step, or call step.compile(example) first")
         return self._prepared
 
-    def _owned(self) -> set[str] | None:
-        if self.layout.stages == 1:
-            return None
-        self._compiled()
-        return {name for name, stages in self.compiler.homes.items() if self.layout.rank in stages}
+    def _placed(self) -> None:
+        if not self._engine.preparation.is_placed:
+            raise StepError(
+                "it is not known yet which stage owns what", do="run a step, or call step.compile(example) first"
+            )
 
 
 def _denominators(tokens: Mapping[str, Any]) -> dict[str, torch.Tensor]:

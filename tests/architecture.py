@@ -31,7 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("prepare",),
     ("engine",),
     ("step",),
-    ("clip",),
+    ("clip", "protocol"),
 )
 LEVEL = {layer: level for level, layers in enumerate(LEVELS) for layer in layers}
 # Layers that may import less than their level allows.

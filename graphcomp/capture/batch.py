@@ -135,12 +135,26 @@ def _hashable(value: Any) -> bool:
     return True
 
 
+def prepares_batches(model: nn.Module) -> bool:
+    """Whether the model has `prepare_batch(inputs)`, and a `forward(batch)` that needs nothing else."""
+    if not callable(getattr(model, "prepare_batch", None)):
+        return False
+    first, *others = [*inspect.signature(model.forward).parameters.values(), None]
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p for p in others if p is not None and p.default is p.empty and p.kind not in rest]
+    return first is not None and first.kind in named and not needed
+
+
 def arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments for the model's forward.
 
     A dict gives the arguments that the forward accepts by name (all of its fields where there is a `**kwargs`), a
-    tuple as many positional ones as the forward takes, anything else the one argument.
+    tuple as many positional ones as the forward takes, anything else the one argument. A model that prepares its own
+    batches is given what it prepared, as it is.
     """
+    if prepares_batches(model):
+        return (batch,), {}
     parameters = inspect.signature(model.forward).parameters.values()
     kinds = {parameter.kind for parameter in parameters}
     if isinstance(batch, dict):

@@ -13,14 +13,15 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from graphcomp import losses as loss_rules
-from graphcomp.capture.batch import BatchSpec, arguments, describe, plain
+from graphcomp.capture.batch import BatchSpec, arguments, describe, plain, prepares_batches
 from graphcomp.capture.communication import normalize_collectives, require_functional
 from graphcomp.capture.fields import Fields
 from graphcomp.capture.joint import Joint, LossSpec, MetricSpec, Opaque
 from graphcomp.capture.labels import Labels, role_of, sequence_of
-from graphcomp.capture.refuse import check_hooks, check_random_recompute, explained
+from graphcomp.capture.refuse import check_hooks, check_random_backward, explained
+from graphcomp.capture.regions import marked_regions
 from graphcomp.capture.state import Captured, Reachable, State, unchanged_model
-from graphcomp.compat.pytree import path_text, tree_flatten_with_path
+from graphcomp.compat.pytree import path_text, register_record, tree_flatten_with_path
 from graphcomp.compat.symbols import (
     FakeTensorMode,
     conditions,
@@ -44,6 +45,10 @@ if TYPE_CHECKING:
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 LossFunction = Callable[[Any, Any], Any]
+
+# A model may return a loss of ours in its output, and that output can be asked for.
+for _kind in (loss_rules.TokenLoss, loss_rules.MeanLoss, loss_rules.Metric):
+    register_record(_kind)
 
 
 @dataclass
@@ -92,8 +97,9 @@ def capture(
 
     def function(fakes: Sequence[torch.Tensor], batch_leaves: Sequence[torch.Tensor]) -> list[Any]:
         own = state.named(fakes)
-        # The state stays swapped in through the backward, where a checkpointed region runs again.
-        with labels.applied(), labels.module_names(model), torch.set_grad_enabled(training), swapped_state(model, own):
+        # The state stays swapped in through the backward, where a function of the user's may run a part again.
+        naming = (labels.applied(), labels.module_names(model), marked_regions(labels))
+        with naming[0], naming[1], naming[2], torch.set_grad_enabled(training), swapped_state(model, own):
             objective = _run(model, loss_fn, spec, own, dict(zip(leaves, batch_leaves, strict=True)), labels, results)
             if training:
                 _differentiate(objective, own, labels, results)
@@ -105,7 +111,7 @@ def capture(
     roles = [*state.roles, *(role.BatchLeaf(path) for path in leaves)]
     program, captured = _normalize(module, roles, results.roles, mode, leaves, Reachable(model, loss_fn, training))
     groups = normalize_collectives(program.graph, mesh)
-    check_random_recompute(program)
+    check_random_backward(program)
     return Joint(
         program=program,
         sizes=_sizes(program, mode, leaves),
@@ -134,10 +140,13 @@ def _run(
     state: what is swapped into the model in the place of its parameters and buffers.
     """
     batch = spec.unflatten(leaves)
+    fields = Fields(batch) if type(batch) is dict and all(isinstance(name, str) for name in batch) else None
+    if fields is not None and prepares_batches(model):
+        batch = fields  # what forward reads of it is seen as it reads
     positional, named = arguments(model, batch)
-    if type(batch) is dict and all(isinstance(name, str) for name in batch):
-        batch = Fields(batch)
-        batch.read.update(named)
+    if fields is not None:
+        batch = fields
+        fields.read.update(named)
     output = model(*positional, **named)
     updated = {name: buffer for name, buffer in model.named_buffers() if buffer is not state[name]}
     labels.phase, labels.module = Phase.LOSS, None

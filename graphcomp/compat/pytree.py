@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from torch.utils._pytree import (
@@ -22,6 +23,7 @@ __all__ = [
     "TreeSpec",
     "path_text",
     "register_mapping",
+    "register_record",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_map",
@@ -52,4 +54,23 @@ def register_mapping(kind: type[dict[str, Any]]) -> None:
         kind,
         lambda batch: (list(batch.values()), list(batch.keys())),
         lambda values, keys: dict(zip(keys, values, strict=True)),
+    )
+
+
+def register_record(kind: type[Any]) -> None:
+    """Make a dataclass a pytree of its fields. It is rebuilt without its own checks: some leaves may be None then."""
+    names = [field.name for field in fields(kind)]
+
+    def rebuild(values: Any, _: object) -> Any:
+        record = object.__new__(kind)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(record, name, value)
+        return record
+
+    register_pytree_node(
+        kind,
+        lambda record: ([getattr(record, name) for name in names], None),
+        rebuild,
+        flatten_with_keys_fn=lambda record: ([(GetAttrKey(name), getattr(record, name)) for name in names], None),
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
     )

@@ -27,14 +27,15 @@ class Closed:
     ranks too.
 
     losses: by name, divided by their denominators. metrics: by name, combined. microbatch_losses: the share
-    of each microbatch in the loss. A metric that no microbatch has is nan (mean), 0 (sum, last), or an
-    infinity (max, min).
+    of each microbatch in the loss. counts: how many values a mean metric is the mean of. A metric that no microbatch
+    has is nan (mean), 0 (sum, last), or an infinity (max, min).
     """
 
     loss: torch.Tensor
     losses: Mapping[str, torch.Tensor]
     metrics: Mapping[str, torch.Tensor]
     microbatch_losses: tuple[torch.Tensor, ...]
+    counts: Mapping[str, torch.Tensor]
 
 
 class Closing:
@@ -98,6 +99,24 @@ class Closing:
             vector[first : first + end - start] = torch.stack([value for _, value in own[start:end]])
             start = end
         return vector
+
+    def microbatches(
+        self, vector: torch.Tensor, denominators: Mapping[str, torch.Tensor]
+    ) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+        """From the complete vector, for each microbatch: its share of every loss it has, and its own metrics."""
+        values, below = vector.unbind(), self._denominators(denominators).unbind()
+        found = []
+        for m in range(self.microbatches):
+            losses = [(spec, self._entries.get((m, Loss(spec.name)))) for spec in self.losses]
+            metrics = [(spec, self._entries.get((m, Metric(spec.name)))) for spec in self.metrics]
+            divided = zip(losses, below, strict=True)
+            found.append(
+                (
+                    {spec.name: values[entry[1]] / number for (spec, entry), number in divided if entry is not None},
+                    {spec.name: values[entry[1]] for spec, entry in metrics if entry is not None},
+                )
+            )
+        return found
 
     def close(
         self,
@@ -172,18 +191,20 @@ class Closing:
         divided = sums[: len(self.losses)] / below
         added, extremes = iter(sums[len(self.losses) :].unbind()), iter(largest.unbind())
         metrics: dict[str, torch.Tensor] = {}
+        counts: dict[str, torch.Tensor] = {}
         for spec in self.metrics:
             match spec.reduction:
                 case "sum" | "last":
                     metrics[spec.name] = next(added)
                 case "mean":
-                    metrics[spec.name] = next(added) / next(added)
+                    total, counts[spec.name] = next(added), next(added)
+                    metrics[spec.name] = total / counts[spec.name]
                 case "max":
                     metrics[spec.name] = next(extremes)
                 case "min":
                     metrics[spec.name] = next(extremes).neg()
         losses = dict(zip((spec.name for spec in self.losses), divided.unbind(), strict=True))
-        return Closed(divided.sum(), losses, metrics, shares)
+        return Closed(divided.sum(), losses, metrics, shares, counts)
 
     def _index(self, places: Sequence[int]) -> torch.Tensor:
         return torch.tensor(places, dtype=torch.int64, device=self.device)

@@ -12,11 +12,24 @@ from dataclasses import dataclass, field
 
 import torch
 
+from graphcomp.compat.profiler import is_recording, span
 from graphcomp.errors import StepError
 from graphcomp.ir.signature import Loss, Metric, Output, Role
 from graphcomp.partition.stages import Partitioned
+from graphcomp.runtime.finite import FiniteWatch
 from graphcomp.runtime.inputs import StepInputs, link_binds
-from graphcomp.runtime.instructions import Instruction, RankProgram, Reduce, Run, Unshard
+from graphcomp.runtime.instructions import (
+    FinishSends,
+    Instruction,
+    PostReceive,
+    RankProgram,
+    Reduce,
+    Run,
+    Send,
+    SendGradient,
+    Unshard,
+    WaitReceive,
+)
 from graphcomp.runtime.link import Callables, Context, Operation, State, StepCalls, link
 from graphcomp.runtime.transport import Transport
 
@@ -53,7 +66,8 @@ class RankExecutor:
     list, the inputs of that program in order, they return its outputs in order. What is in that list for
     the last time is in no other place of the runtime: it lives as long as the callee keeps it.
     accumulate_dtype: of the accumulated gradients; None: as they come. step_calls: the step programs that talk to the
-    other data ranks. rank: what messages call it; None: its number in the pipeline.
+    other data ranks. rank: what messages call it; None: its number in the pipeline. check_finite: look at what it
+    computes, with `watch`.
     """
 
     def __init__(
@@ -66,8 +80,10 @@ class RankExecutor:
         accumulate_dtype: torch.dtype | None = None,
         step_calls: StepCalls | None = None,
         rank: int | None = None,
+        check_finite: bool = False,
     ) -> None:
         self.program, self.transport = program, transport
+        self.watch = FiniteWatch(program, specialisations) if check_finite else None
         self.rank = program.rank if rank is None else rank
         calls = step_calls or {}
         context = Context(
@@ -78,10 +94,16 @@ class RankExecutor:
             for step in program.instructions
             if isinstance(step, Unshard | Reduce)
         )
-        self._operations: list[Operation] = [link(instruction, context) for instruction in program.instructions]
+        self._operations = [self._link(instruction, context) for instruction in program.instructions]
+        self._spans: list[Operation] = []
         self._fill = link_binds(program, context.specialisations)
         self._state: State | None = None
         self._next = 0
+
+    def _link(self, instruction: Instruction, context: Context) -> Operation:
+        operation = link(instruction, context)
+        watched = self.watch is not None and isinstance(instruction, Run)
+        return self.watch.wrapped(instruction, operation) if watched else operation
 
     def drop(self) -> None:
         """Give up a step that failed, with all that it holds."""
@@ -105,6 +127,8 @@ class RankExecutor:
         )
         self._fill(self._state, inputs)
         self._next = 0
+        if self.watch is not None:
+            self.watch.clear()
         self.transport.reset()
 
     def advance(self) -> bool:
@@ -112,7 +136,7 @@ class RankExecutor:
 
         An exception keeps its type and gets a note with rank, stage, microbatch and action.
         """
-        state, operations = self._running(), self._operations
+        state, operations = self._running(), self._to_run()
         place, end = self._next, len(operations)
         try:
             with torch.no_grad():
@@ -126,6 +150,15 @@ class RankExecutor:
         finally:
             self._next = place
         return True
+
+    def _to_run(self) -> list[Operation]:
+        """The operations; while a profiler records, each in a range of its own. So nothing is asked for one by one."""
+        if not is_recording():
+            return self._operations
+        if not self._spans:
+            steps = zip(self._operations, self.program.instructions, strict=True)
+            self._spans = [_in_span(operation, span_name(step)) for operation, step in steps]
+        return self._spans
 
     @property
     def progress(self) -> int:
@@ -156,6 +189,9 @@ class RankExecutor:
         for (stage, name), value in zip(self.program.gradients, state.gradients, strict=True):
             if value is not None:
                 gradients[stage][name] = value
+        if self.watch is not None:
+            for stage, own in gradients.items():
+                self.watch.ending(stage, own)
         self._state = None
         return RankResult(
             microbatches=self.program.microbatches,
@@ -178,6 +214,36 @@ class RankExecutor:
             return f"in rank {self.rank}, stage {instruction.stage}, {place}"
         stages = ", ".join(map(str, self.program.stages))
         return f"in rank {self.rank}, stage {stages}, at: {instruction}"
+
+
+def span_name(instruction: Instruction) -> str | None:
+    """What an instruction is called in the trace of a profiler; None for one that only moves references about."""
+    match instruction:
+        case Run(stage, kind, microbatch):
+            return f"graphcomp: stage {stage} microbatch {microbatch} {kind}"
+        case Unshard(stage):
+            return f"graphcomp: stage {stage} unshard"
+        case Reduce(stage):
+            return f"graphcomp: stage {stage} reduce"
+        case PostReceive(edge, microbatch) | Send(edge, microbatch) | WaitReceive(edge, microbatch):
+            verb = {PostReceive: "post receive", Send: "send", WaitReceive: "wait"}[type(instruction)]
+            return f"graphcomp: {verb} {edge}" + ("" if microbatch is None else f" microbatch {microbatch}")
+        case SendGradient(edge):
+            return f"graphcomp: send {edge} shared gradient"
+        case FinishSends():
+            return "graphcomp: finish sends"
+    return None
+
+
+def _in_span(operation: Operation, name: str | None) -> Operation:
+    if name is None:
+        return operation
+
+    def named(state: State) -> object:
+        with span(name):
+            return operation(state)
+
+    return named
 
 
 def run_virtual_ranks(executors: Sequence[RankExecutor]) -> list[RankResult]:
