@@ -139,8 +139,7 @@ class CompiledStep:
         Changes neither gradients, nor buffers, nor the model's modes, nor the random streams: what is trained later is
         the same, bit by bit, with and without it.
         """
-        devices = [] if self.layout.device.type == "cpu" else [self.layout.device]
-        with evaluation_mode(self.model), torch.random.fork_rng(devices):
+        with evaluating(self.model, self.layout.device):
             return self._run(microbatches, Options(False, outputs), {}).result
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -271,13 +270,14 @@ def compile_train_step(
 
 
 @contextlib.contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode within; each one's own mode again afterwards."""
+def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Every module in eval mode within; each one's own mode, and the random streams as they were, again afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     try:
-        for module, _ in modes:
-            module.training = False
-        yield
+        with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+            for module, _ in modes:
+                module.training = False
+            yield
     finally:
         for module, mode in modes:
             module.training = mode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +16,24 @@ UNDECLARED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
 
 def written_arguments(node: Node) -> list[Node]:
     """The nodes whose tensors a call writes to."""
+    return [one for one in written_values(node.target, node.args, node.kwargs) if isinstance(one, Node)]
+
+
+def written_values(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Those of the arguments given to an operator that it writes to."""
     found: list[Any] = []
-    if isinstance(node.target, OpOverload):
-        for place, argument in enumerate(_arguments(node.target)):
+    if isinstance(operator, OpOverload):
+        for place, argument in enumerate(_arguments(operator)):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+                given = args[place] if place < len(args) else kwargs.get(argument.name)
                 found += given if isinstance(given, list | tuple) else [given]
-    return [node for node in found if isinstance(node, Node)]
+    return found
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number that stands for a tensor's memory as long as that lives, also on meta, where there is no address."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def viewed_argument(node: Node) -> Node | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Watch", "WatchCalls"]
+__all__ = ["BeforeCalls", "Watch", "WatchCalls"]
 
 
 class WatchCalls(TorchDispatchMode):
@@ -28,3 +28,15 @@ class Watch(WatchCalls):
 
     def __init__(self, observer: Callable[[Any, Any], None]) -> None:
         super().__init__(lambda operator, _, result: observer(operator, result))
+
+
+class BeforeCalls(TorchDispatchMode):
+    """Within, `observer(operator, arguments, keyword arguments)` is called before each operator that runs."""
+
+    def __init__(self, observer: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        super().__init__()
+        self.observer = observer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.observer(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))

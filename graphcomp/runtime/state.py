@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,7 @@ class LiveState:
         live = _read(self._parameters)
         self._sharded = {name: _sharded(name, p) for name, p in live.items() if isinstance(p, DTensor)}
         self._overlaps = overlaps({**live, **self.buffers()})
+        self._on_meta = frozenset(n for n, one in {**live, **self.buffers()}.items() if local_rows(one).is_meta)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """All parameters, as plain tensors. In the place of a sharded one is a tensor on meta of the whole's form."""
@@ -142,14 +143,15 @@ class LiveState:
             _require_writable(f"the gradient of parameter '{name}'", local_rows(before))
         return parameter, gradient
 
-    def require_real(self, names: set[str]) -> None:
-        """Refuse to run on parameters that have no memory yet."""
-        for name, tensor in {**_read(self._parameters), **self.buffers()}.items():
-            if name in names and local_rows(tensor).device.type == "meta":
-                raise StepError(
-                    f"'{name}' is still on the meta device",
-                    do="materialise the model before the first step: model.to_empty(device=...) and initialise it",
-                )
+    def require_real(self, used: Collection[str]) -> None:
+        """Refuse to run on what has no memory yet."""
+        missing = sorted(self._on_meta.intersection(used)) if self._on_meta else []
+        if missing:
+            raise StepError(
+                f"'{missing[0]}' is still on the meta device",
+                got=f"{len(missing)} parameters and buffers of this rank without memory",
+                do="give them values before the first step: step.materialize(), or graphcomp.checkpoint.load_weights",
+            )
 
 
 def _place(model: nn.Module, name: str, table: Any) -> Place:
