@@ -129,7 +129,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
             f"the mesh's axis '{axis}' is larger than 1, which is not supported yet\n  expected: {axis}=1\n"
             f"  got: {axis}=2\n  what to do: see docs/limits.md",
         )
-        for axis in ("tp", "cp")
+        for axis in ("tp",)
     ),
     (
         {"mesh": Mesh((2,), ("pp",))},

@@ -20,7 +20,8 @@ class DataParallel:
 
     ranks: the number of data ranks. specs: every parameter, by name. homes: the stages that hold each of them.
     sharded: those of which every data rank holds some rows. reduced: those that some data rank has a gradient for, in
-    this order. regather: gather parameters for every action instead of once a step.
+    this order. regather: gather parameters for every action instead of once a step. axis: what programs call
+    the data ranks.
     """
 
     ranks: int
@@ -31,6 +32,7 @@ class DataParallel:
     regather: bool = False
     bucket_bytes: int = 25 * 2**20
     accumulate_dtype: torch.dtype | None = None
+    axis: str = "dp"
 
     def gathered_on(self, stage: int) -> tuple[str, ...]:
         """The sharded parameters that a stage holds, in the model's order."""
@@ -44,7 +46,7 @@ class DataParallel:
     def unshard_program(self, stage: int) -> Program | None:
         """Inputs Shard, outputs Param, in the order of `gathered_on`; None if there is nothing to gather."""
         shards = [self.sharded[name] for name in self.gathered_on(stage)]
-        return step_program(unshard_program(stage, shards), self.bucket_bytes) if shards else None
+        return step_program(unshard_program(stage, shards, self.axis), self.bucket_bytes) if shards else None
 
     def reduce_program(self, stage: int) -> Program | None:
         """Inputs and outputs Grad, in the order of `reduced_on`; None if there is nothing to reduce."""
@@ -53,7 +55,7 @@ class DataParallel:
             return None
         plain = [self.gradient(name) for name in names if name not in self.sharded]
         rows = [replace(self.sharded[name], spec=self.gradient(name)) for name in names if name in self.sharded]
-        return step_program(reduce_program(stage, plain, rows, self.ranks), self.bucket_bytes)
+        return step_program(reduce_program(stage, plain, rows, self.ranks, self.axis), self.bucket_bytes)
 
     def gradient(self, name: str) -> Spec:
         """The accumulated gradient of a parameter."""

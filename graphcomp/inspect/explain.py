@@ -10,6 +10,7 @@ from torch.fx import Node
 from graphcomp import schedule as schedules
 from graphcomp.compat.symbols import hint
 from graphcomp.dataparallel.step import DataParallel
+from graphcomp.inspect.axes import axes
 from graphcomp.inspect.data_ranks import bytes_of, data_ranks
 from graphcomp.inspect.table import columns, count, ranges, shorten, size, wrapped
 from graphcomp.ir import meta, spelling
@@ -39,6 +40,9 @@ def _lines(cut: Partitioned, plan: Plan, schedule: Schedule, data: DataParallel 
     head = f"plan: {len(stages)} stage{'s' * (len(stages) > 1)}, schedule {plan.schedule}, parameters {parameters}"
     yield f"{head}, backend {plan.backend}"
     yield "estimates at the sizes of the example microbatch"
+    if plan.mesh is not None:
+        yield from ("", "axes")
+        yield from axes(plan, cut)
     yield from ("", "stages")
     total = sum(facts.flops for facts in stages) or 1
     rows: list[tuple[object, ...]] = [("", "parameters", "bytes", "FLOPs", "share", "saved", "bytes")]

@@ -1,7 +1,8 @@
 """How programs call the ranks that a collective runs over: the same on every run and every rank of the group.
 
-Along a mesh axis by the axis ("tp"), else by the global ranks: "ranks(0-3,8)", and "ranks(0,1)#2" for a second process
-group of the same ranks. A process group's own name is a serial number; it is filled in when a program becomes callable.
+Along a mesh axis by the axis ("tp"; "dp_cp": along both of these), else by the global ranks: "ranks(0-3,8)", and
+"ranks(0,1)#2" for a second process group of the same ranks. A process group's own name is a serial number; it is filled
+in when a program becomes callable.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from graphcomp.plan import AXES
+from graphcomp.plan import AXES, JOINED
 
 _RANKS = re.compile(r"ranks\(\d+(-\d+)?(,\d+(-\d+)?)*\)(#\d+)?")
 
 
 def is_text(name: str) -> bool:
     """Whether a name is one that programs use."""
-    return name in AXES or _RANKS.fullmatch(name) is not None
+    return name in (*AXES, JOINED) or _RANKS.fullmatch(name) is not None
 
 
 def text_of(ranks: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ It runs over the gloo side group and never touches a device. Where there is one 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from graphcomp.errors import RankFailure
 from graphcomp.runtime.difference import difference
 from graphcomp.runtime.exchanges import Exchanges
+from graphcomp.runtime.grid import Grid, Groups
 from graphcomp.runtime.layout import Layout
 
 _MASK = (1 << 62) - 1
@@ -25,11 +26,11 @@ _MASK = (1 << 62) - 1
 class Intent:
     """What a rank is about to do in a step, in numbers that are alike in every process.
 
-    common: what all ranks of the job must have in common. own: what the ranks of one pipeline must, besides.
-    text: both in words, what is common on the first line. contribution: stands for what this pipeline adds to the sums
-    over data ranks (see `dataparallel.contribution`). microbatches: how many it has. is_new: it cannot run this before
-    all ranks prepare. exchanges: what the same rank of every pipeline must have in common; known only to one that is
-    not new.
+    common: what all ranks of the job must have in common. own: what those of one data rank must, besides.
+    text: both in words, what is common on the first line. contribution: stands for what this data rank adds to the sums
+    over all of them (see `dataparallel.contribution`). microbatches: how many it has. is_new: it cannot run this before
+    all ranks prepare. exchanges: by axis, what the ranks along it must have in common; known only to one that is not
+    new.
     """
 
     common: Hashable = ()
@@ -38,12 +39,12 @@ class Intent:
     contribution: int = 0
     microbatches: int = 0
     is_new: bool = False
-    exchanges: Exchanges = field(default_factory=Exchanges)
+    exchanges: Mapping[str, Exchanges] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class DataRank:
-    """What one pipeline said: `contribution` and `microbatches` as in its `Intent`."""
+    """What one data rank said: `contribution` and `microbatches` as in its `Intent`."""
 
     contribution: int
     microbatches: int
@@ -51,27 +52,24 @@ class DataRank:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know then. is_new: some rank is. meets: the data ranks' exchanges are alike, as far as known."""
+    """What all ranks know then. is_new: some rank is. apart: an axis along which exchanges are known to differ."""
 
     ranks: tuple[DataRank, ...]
     is_new: bool
-    meets: bool = True
+    apart: str | None = None
 
 
 ErrorType = TypeVar("ErrorType", bound=BaseException)
-
-Groups = Sequence[Sequence[int]]
-"""Places in the side group that are compared with each other."""
 
 
 class Agreement:
     """What the ranks tell each other before a step. Every rank calls the same methods in the same order."""
 
     def __init__(self, layout: Layout) -> None:
-        self.side, self.lines = layout.side, layout.lines
-        self.peers = tuple(zip(*layout.lines, strict=True))  # the members of all pipelines that hold the same stage
-        self.everyone = (tuple(range(layout.stages * layout.data_ranks)),)
-        self.place = layout.lines[layout.data_rank][layout.rank] if layout.lines else 0
+        self.side, self.place = layout.side, layout.place
+        self.grid = layout.grid or Grid(((layout.ranks,),))
+        self.lines, self.everyone = self.grid.lines, self.grid.everyone
+        self.along = {axis: self.grid.along(axis) for axis in self.grid.shared_axes}
         self._told: BaseException | None = None
 
     def known(self, error: BaseException) -> bool:
@@ -100,7 +98,7 @@ class Agreement:
             intent.contribution,
             intent.microbatches,
             intent.is_new,
-            intent.exchanges.number,
+            *(intent.exchanges[axis].number if axis in intent.exchanges else 0 for axis in self.along),
         ]
         everyone = torch.empty(dist.get_world_size(self.side) * len(own), dtype=torch.int64)
         try:
@@ -122,7 +120,8 @@ class Agreement:
         is_new = any(row[5] for row in rows)
         firsts = [rows[line[0]] for line in self.lines]
         ranks = tuple(DataRank(row[3], row[4]) for row in firsts)
-        return Agreed(ranks, is_new, is_new or alike(self.peers, 6))
+        apart = (axis for column, axis in enumerate(self.along, start=6) if not alike(self.along[axis], column))
+        return Agreed(ranks, is_new, None if is_new else next(apart, None))
 
     def of_the_first(self, values: torch.Tensor) -> torch.Tensor:
         """The host tensor that the job's first rank has, on all of them."""
@@ -138,10 +137,11 @@ class Agreement:
     def share(
         self, text: str, failure: Exception | None, what: str, groups: Groups | None = None, more: object = None
     ) -> list[list[Any]]:
-        """Compare texts, line by line, within each of these groups (None: each pipeline); raises as `compare` does.
+        """Compare texts, line by line, within each of these groups (None: the ranks of each data rank); raises as
+        `compare` does.
 
-        Returns what each rank gave as `more`: a list for every pipeline, in order of data ranks; the rank that failed
-        gets an empty list.
+        Returns what each rank gave as `more`: a list for every data rank, in order; the rank that failed gets an empty
+        list.
         """
         if self.side is None:
             return [[more]]
@@ -160,7 +160,7 @@ class Agreement:
             self.told(failure)
             return []
         if error is not None:
-            place = f"rank {error[0]}, stage {self._stage(error[0])}"
+            place = f"rank {error[0]}, stage {self.grid.position(error[0])[2]}"
             raise self.told(RankFailure(f"rank {error[0]} could not {what}", where=place, got=error[1]))
         groups = self.lines if groups is None else groups
         different = [group for group in groups if len({everyone[member][0] for member in group}) > 1]
@@ -172,9 +172,6 @@ class Agreement:
             other = next(member for member in own if texts[member] != texts[first])
             raise self.told(difference(texts, first, other))
         return [[everyone[member][2] for member in line] for line in self.lines]
-
-    def _stage(self, place: int) -> int:
-        return next(line.index(place) for line in self.lines if place in line)
 
     def alike(self, texts: Mapping[str, str]) -> None:
         """Raise AgreementError, on all ranks, where two of them have different texts under one name."""

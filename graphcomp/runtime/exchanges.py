@@ -1,4 +1,4 @@
-"""What the data ranks do together while their pipelines run: in one order on all of them, or they would not meet."""
+"""What ranks do together while their pipelines run: in one order on all of them, or they would not meet."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from graphcomp.ir.spelling import Symbols, operation, value
 from graphcomp.partition import Partitioned
 from graphcomp.partition.stages import Stage
 from graphcomp.schedule.actions import Action, Kind
-
-AXIS = "dp"
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,8 @@ def exchanges(
 ) -> Exchanges:
     """Of a rank that does these actions; what is done once a step is not among them.
 
-    specialisations: one a microbatch. regather: parameters are gathered before each action. peers: the global ranks
-    that hold the same stage in all pipelines; collectives of the model over all of them count.
+    specialisations: one a microbatch. regather: parameters are gathered before each action. peers: global ranks, along
+    an axis of the mesh; collectives of the model over all of them count.
     """
     lines: list[str] = []
     shapes = []
@@ -76,9 +74,8 @@ def _program(stage: Stage, action: Action) -> Program | None:
 
 def _collectives(program: Program, cut: Partitioned, peers: set[int]) -> Iterator[Node]:
     for node in filter(is_start, program.calls()):
-        group = axis_of(node) or ""
-        name = cut.joint.groups.get(group)
-        if group == AXIS or (name is not None and peers and peers <= set(ranks_of(name))):
+        name = cut.joint.groups.get(axis_of(node) or "")
+        if name is not None and peers and peers <= set(ranks_of(name)):
             yield node
 
 

@@ -137,9 +137,8 @@ class Failures:
         with contextlib.suppress(Exception):  # what is not there any more keeps nobody waiting
             for group in self.shared():
                 _try(cut_off, group)
-        for own in (self.layout.side, self.layout.closing, self.layout.down, self.layout.up, self.layout.data):
-            if own is not None:
-                _try(give_up, own)
+        for own in self.layout.own_groups:
+            _try(give_up, own)
         board.sign_off()
         if report.cause == "error":
             return

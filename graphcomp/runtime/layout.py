@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 
@@ -14,16 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from graphcomp.errors import PlanError
 from graphcomp.plan import Plan
 from graphcomp.runtime.difference import difference
+from graphcomp.runtime.grid import Grid
 
 
 @dataclass(frozen=True)
 class Layout:
-    """rank: in the pipeline. ranks: the global rank of each pipeline rank. data_rank: of `data_ranks` pipelines.
+    """rank: in the pipeline. ranks: the global rank of each pipeline rank. data_rank: of `data_ranks`, each with
+    microbatches of its own. tensor_rank: among those that hold parts of the same stage (axis `tp`).
 
     down, up: groups for activations and for gradients. closing: of the pipeline, for the closing exchange. data: the
-    ranks that hold the same stage in every pipeline. data_mesh: the same as a mesh axis. side: gloo, all ranks of all
-    pipelines, for host-side agreement. None where there is nobody to talk to.
-    lines: for every pipeline, in order of data ranks, its members' places in `side`.
+    ranks that hold the same in every data rank; data_axis: what programs call it; data_mesh: the same as a mesh of one
+    axis. tensor: the tensor ranks. side: gloo, all ranks of the job, for host-side agreement. grid: of all ranks, as
+    places in `side`. None where there is nobody to talk to.
     """
 
     rank: int
@@ -34,14 +36,39 @@ class Layout:
     closing: dist.ProcessGroup | None = None
     side: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
+    data_axis: str = "dp"
     data_mesh: DeviceMesh | None = None
     data_rank: int = 0
     data_ranks: int = 1
-    lines: tuple[tuple[int, ...], ...] = ()
+    tensor: dist.ProcessGroup | None = None
+    tensor_rank: int = 0
+    grid: Grid | None = None
 
     @property
     def stages(self) -> int:
         return len(self.ranks)
+
+    @property
+    def place(self) -> int:
+        """Of this rank in the grid: all ranks of the job are in the mesh, so it is the global rank."""
+        return self.ranks[self.rank]
+
+    @property
+    def peers(self) -> Mapping[str, tuple[int, ...]]:
+        """For each axis over which ranks work together while their pipelines run: the ranks along it, with this one.
+
+        Virtual data ranks have no ranks of their own.
+        """
+        if self.grid is None:
+            return {self.data_axis: ()} if self.data_ranks > 1 else {}
+        along = {axis: self.grid.along(axis) for axis in self.grid.shared_axes}
+        return {axis: next(one for one in groups if self.place in one) for axis, groups in along.items()}
+
+    @property
+    def own_groups(self) -> Iterator[dist.ProcessGroup]:
+        """The groups that were made for this layout, and go with it."""
+        own = (self.side, self.closing, self.down, self.up, self.data, self.tensor)
+        return (group for group in own if group is not None)
 
 
 def check_layout(plan: Plan) -> None:
@@ -54,7 +81,7 @@ def check_layout(plan: Plan) -> None:
                 do='init_device_mesh(..., mesh_dim_names=("pp",)) under torchrun; or try it with testing.run_virtual',
             )
         return
-    for axis in ("tp", "cp"):
+    for axis in ("tp",):
         if plan.axis(axis) > 1:
             raise PlanError(
                 f"the mesh's axis '{axis}' is larger than 1, which is not supported yet",
@@ -69,7 +96,8 @@ def check_layout(plan: Plan) -> None:
             got="no default process group",
             do="start the processes with torchrun and call init_process_group",
         )
-    if any(list(line) != sorted(line) for line in (*pipelines(plan.mesh), *zip(*pipelines(plan.mesh), strict=True))):
+    grid = Grid.of(plan.mesh)
+    if any(list(ranks) != sorted(ranks) for axis in ("pp", grid.data_axis, "tp") for ranks in grid.along(axis)):
         raise PlanError(
             "the ranks along an axis of the mesh are not in ascending order",
             expected="a mesh as init_device_mesh makes it",
@@ -99,29 +127,39 @@ def make_layout(plan: Plan, model: nn.Module) -> Layout:
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     if mesh.size() == 1:
         return Layout(0, (dist.get_rank(),), device)
-    lines = pipelines(mesh)
-    limit, me = timedelta(seconds=plan.deadline), dist.get_rank()
-    data_rank = next(i for i, line in enumerate(lines) if me in line)
-    rank = lines[data_rank].index(me)
-    everyone = sorted(member for line in lines for member in line)
-    side = dist.new_group(everyone, timeout=limit, backend="gloo")
+    limit, grid = timedelta(seconds=plan.deadline), Grid.of(mesh)
+    data_rank, tensor_rank, rank = grid.position(dist.get_rank())
+    side = dist.new_group(timeout=limit, backend="gloo")
     _require_one_plan(plan, side)
-    down, up, closing = (_own_group(lines, limit) for _ in range(3))
-    data = _own_group([list(members) for members in zip(*lines, strict=True)], limit)
+    down, up, closing = (_own_group(grid.pipelines, limit) for _ in range(3))
     return Layout(
         rank=rank,
-        ranks=tuple(lines[data_rank]),
+        ranks=grid.ranks[data_rank][tensor_rank],
         device=device,
         down=down,
         up=up,
         closing=closing,
         side=side,
-        data=data,
-        data_mesh=mesh["dp"] if len(lines) > 1 else None,
+        data=_own_group(grid.along(grid.data_axis), limit),
+        data_axis=grid.data_axis,
+        data_mesh=_data_mesh(mesh, grid, limit),
         data_rank=data_rank,
-        data_ranks=len(lines),
-        lines=tuple(tuple(map(everyone.index, line)) for line in lines),
+        data_ranks=len(grid.ranks),
+        tensor=_own_group(grid.along("tp"), limit),
+        tensor_rank=tensor_rank,
+        grid=grid,
     )
+
+
+def _data_mesh(mesh: DeviceMesh, grid: Grid, limit: timedelta) -> DeviceMesh | None:
+    """The data ranks as a mesh of one axis: one of the user's mesh, or one over `dp` and `cp` with a group of its own,
+    as sharded parameters outlive the layout."""
+    if len(grid.ranks) == 1:
+        return None
+    if len(grid.data_axes) == 1:
+        return mesh[grid.data_axis]
+    group = _own_group(grid.along(grid.data_axis), limit)
+    return None if group is None else DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=(grid.data_axis,))
 
 
 def _require_one_plan(plan: Plan, side: dist.ProcessGroup) -> None:
@@ -134,18 +172,6 @@ def _require_one_plan(plan: Plan, side: dist.ProcessGroup) -> None:
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
     if other is not None:
         raise difference(texts, 0, other)
-
-
-def pipelines(mesh: DeviceMesh) -> list[list[int]]:
-    """The global ranks of every pipeline, in order of data ranks."""
-    names = list(mesh.mesh_dim_names or ())
-    grid = mesh.mesh
-    for axis in ("pp", "dp"):  # the last two dimensions become dp, pp
-        if axis not in names:
-            grid, names = grid.unsqueeze(0), [axis, *names]
-    rest = [i for i, name in enumerate(names) if name not in ("dp", "pp")]
-    grid = grid.permute(*rest, names.index("dp"), names.index("pp"))
-    return grid.reshape(-1, grid.shape[-1]).tolist()
 
 
 def _own_group(parts: Sequence[Sequence[int]], limit: timedelta) -> dist.ProcessGroup | None:

@@ -15,13 +15,11 @@ from graphcomp.ir.lockstep import lockstep
 from graphcomp.ir.program import Program
 from graphcomp.runtime.link import StepCall, StepCalls
 
-AXIS = "dp"
-
 
 def process_calls(data: DataParallel, stages: Iterable[int], group: str) -> StepCalls:
     """The step programs of these stages on this process. group: the name of the process group over the data ranks."""
     return {
-        key: _step_call(program, boxed_callable(reduce_in_place(program), {AXIS: group}))
+        key: _step_call(program, boxed_callable(reduce_in_place(program), {data.axis: group}))
         for key, program in _programs(data, stages)
     }
 
@@ -30,7 +28,7 @@ def virtual_calls(data: DataParallel, stages: Iterable[int]) -> list[StepCalls]:
     """For each virtual data rank: the step programs, in which all of them meet."""
     found: list[dict[tuple[Literal["unshard", "reduce"], int], StepCall]] = [{} for _ in range(data.ranks)]
     for key, program in _programs(data, stages):
-        meeting = _Meeting(program, data.ranks)
+        meeting = _Meeting(program, data.ranks, data.axis)
         for rank, calls in enumerate(found):
             calls[key] = _step_call(program, meeting.of(rank))
     return list(found)
@@ -62,6 +60,7 @@ class _Meeting:
 
     program: Program
     ranks: int
+    axis: str
     boxes: dict[int, list[Any]] = field(default_factory=dict)
     results: dict[int, Sequence[Any]] = field(default_factory=dict)
 
@@ -73,7 +72,7 @@ class _Meeting:
                 self.boxes[rank] = box
             if len(self.boxes) == self.ranks:
                 boxes = [self.boxes.pop(each) for each in range(self.ranks)]
-                self.results = dict(enumerate(lockstep(self.program, AXIS, boxes)))
+                self.results = dict(enumerate(lockstep(self.program, self.axis, boxes)))
                 return self.results.pop(rank)
             return None
 

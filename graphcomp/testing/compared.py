@@ -91,13 +91,13 @@ class Process(Compared):
         return swapped_state(self.step.model, self.wholes) if self.wholes else contextlib.nullcontext()
 
     def _lines(self) -> list[list[Any]]:
-        if self.layout.data_ranks == 1:
+        if self.layout.data_ranks == 1 or self.layout.grid is None:
             return [self.own]
         file = io.BytesIO()
         torch.save(self.own, file)
         everyone: list[Any] = [None] * dist.get_world_size(self.layout.side)
         dist.all_gather_object(everyone, file.getvalue(), group=self.layout.side)
-        given = [everyone[members[0]] for members in self.layout.lines]
+        given = [everyone[members[0]] for members in self.layout.grid.lines]
         found = [self._read(each) for each in given]
         found[self.layout.data_rank] = self.own
         return found

@@ -37,7 +37,7 @@ def mesh() -> Iterator[DeviceMesh]:
 def failures(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> Failures:
     """Of rank 0 in a pipeline of three, in its fifth call. Nobody waits long for what no other rank says."""
     monkeypatch.setattr(failure, "PATIENCE", {"error": 0.0, "late": 0.0, "lost": 0.0})
-    layout = Layout(0, (0, 1, 2), torch.device("cpu"), side=dist.new_group([0]), lines=((0,),))
+    layout = Layout(0, (0, 1, 2), torch.device("cpu"), side=dist.new_group([0]))
     return Failures(layout, Progress(call=5, doing="counting tokens"))
 
 
