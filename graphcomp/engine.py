@@ -446,7 +446,7 @@ class Engine:
         watches = [(line, one.watch) for line in step.lines for one in line.prepared.executors]
         places = [watch.first(line.data_rank) for line, watch in watches if watch is not None]
         each = zip((line.prepared.closing for line in step.lines), vectors, strict=True)
-        parts = [part for closing, vector in each for part in closing.microbatches(vector, counts.denominators)]
+        parts = [part for closing, vector in each for part in closing.of_each(vector, counts.denominators)]
         return places, looking.run_hooks(parts, outputs)
 
     def _close(

@@ -100,7 +100,7 @@ class Closing:
             start = end
         return vector
 
-    def microbatches(
+    def of_each(
         self, vector: torch.Tensor, denominators: Mapping[str, torch.Tensor]
     ) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
         """From the complete vector, for each microbatch: its share of every loss it has, and its own metrics."""

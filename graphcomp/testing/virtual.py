@@ -10,19 +10,23 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from graphcomp.capture import Joint
 from graphcomp.compiler import GraphCompiler
 from graphcomp.dispatch import Bound, Dispatcher
 from graphcomp.engine import BoundStep, Engine, Options, Ran
 from graphcomp.errors import BatchError, StateError
 from graphcomp.plan import Plan
+from graphcomp.runtime.hooks import Hook, Looking
 from graphcomp.runtime.layout import Layout, make_layout
 from graphcomp.runtime.result import StepResult
+from graphcomp.step import evaluating
 
 
 class VirtualStep:
     """The step of a plan with all its stages in this process; may be run any number of times.
 
-    data_ranks: how many pipelines, each with microbatches of its own.
+    data_ranks: how many pipelines, each with microbatches of its own. trace: in the place of `capture`, where several
+        steps share their captures.
     """
 
     def __init__(
@@ -32,6 +36,7 @@ class VirtualStep:
         *,
         plan: Plan | None = None,
         data_ranks: int = 1,
+        trace: Callable[..., Joint] | None = None,
     ) -> None:
         sharded = next((name for name, p in model.named_parameters() if isinstance(p, DTensor)), None)
         if sharded is not None:
@@ -44,12 +49,13 @@ class VirtualStep:
             )
         plan = replace(plan or Plan(), mesh=None, stages=(plan or Plan()).stage_count)
         self.model, self.plan, self.data_ranks = model, plan, data_ranks
-        self.compiler = GraphCompiler(model, loss_fn, plan, data_ranks=data_ranks)
+        self.compiler = GraphCompiler(model, loss_fn, plan, data_ranks=data_ranks, trace=trace)
         device = make_layout(plan, model).device
         layout = Layout(0, tuple(range(plan.stage_count)), device, data_ranks=data_ranks)
         self._engine = Engine(self.compiler, layout, virtual=True)
         self._dispatcher = Dispatcher(self.compiler, device)
         self.latest: list[Bound] = []
+        self.steps = 0
 
     def bind(self, microbatches: Sequence[Any], options: Options | None = None) -> BoundStep:
         """Everything up to the run; see `run`."""
@@ -69,17 +75,29 @@ class VirtualStep:
         *,
         loss_scale: float = 1.0,
         tokens: Mapping[str, torch.Tensor] | None = None,
+        hooks: Sequence[Hook] = (),
     ) -> Ran:
         """One step. Buffers are written as a step does, `.grad` is not; gradients are in the result, whole.
+
+        hooks: as those of a compiled step, for this one.
 
         microbatches: with several data ranks, a list for each of them; outputs and the shares of the microbatches then
         come in order of data ranks.
         """
-        step = self.bind(microbatches, Options(True, outputs, loss_scale, tuple(sorted(tokens or {}))))
+        inspects = bool(hooks) or self.plan.check_finite
+        step = self.bind(
+            microbatches, Options(True, outputs, loss_scale, tuple(sorted(tokens or {})), inspects=inspects)
+        )
         self.latest = [one for line in step.lines for one in line.bound]
-        ran = self._engine.run(step, tokens)
+        ran = self._engine.run(step, tokens, Looking(self.steps, tuple(hooks)))
         self._engine.state.commit({}, ran.buffers)
+        self.steps += 1
         return ran
+
+    def evaluate(self, microbatches: Sequence[Any], outputs: str = "none") -> StepResult:
+        """Forward and loss only, as a compiled step does it; microbatches as for `run`."""
+        with evaluating(self.model, self._engine.layout.device):
+            return self._engine.run(self.bind(microbatches, Options(False, outputs))).result
 
 
 def run_virtual(
