@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from graphcomp.capture.refuse import check_random_recompute
+from graphcomp.capture.refuse import check_random_backward
 from graphcomp.compat.operators import OpOverload, argument_names
 from graphcomp.compat.symbols import expression, hint, size_value, symbol_names
 from graphcomp.errors import CaptureError
@@ -50,7 +50,7 @@ class SeededRandom(Pass):
     conflicts: ClassVar[frozenset[str]] = frozenset({"decomposed"})
 
     def apply(self, program: Program) -> Program:
-        check_random_recompute(program)
+        check_random_backward(program)
         random = [node for node in program.calls() if randomness.draws(node)]
         for node in random:
             _require_known(node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -51,6 +51,8 @@ class Labels:
     sequence: int | None = None  # of the autograd node that runs, in backward
     role: Role | None = None  # of the node that is about to be made
     failed: str | None = None  # the innermost module that an exception left
+    region: int | None = None  # the checkpointed region that runs
+    made: list[Node] = field(default_factory=list)  # in that region, since its policy was asked last
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -65,7 +67,11 @@ class Labels:
         if self.role is not None:
             node.meta[_ROLE] = self.role
         source = None if backward else user_line(sys._getframe(2))
-        annotate(node, Note(self.phase, self.module, source, gradient_sum=backward and self.sequence is None))
+        is_sum = backward and self.sequence is None
+        region = None if backward else self.region
+        annotate(node, Note(self.phase, self.module, source, gradient_sum=is_sum, recompute=region))
+        if region is not None:
+            self.made.append(node)
 
     @contextlib.contextmanager
     def standing_for(self, role: Role) -> Iterator[None]:

@@ -43,16 +43,20 @@ def check_buffers(model: nn.Module) -> None:
             )
 
 
-def check_random_recompute(program: Program) -> None:
-    """Refuse a random operation that runs a second time in backward: it would draw other numbers."""
+def check_random_backward(program: Program) -> None:
+    """Refuse random operations in the backward of a function of the user's.
+
+    One that runs its forward again there would need the forward's numbers; torch.utils.checkpoint is known, others are
+    not.
+    """
     for node in program.calls():
         at = meta.note(node)
         if at.phase is Phase.BACKWARD and draws(node):
             raise CaptureError(
-                "a random operation is run again in backward and would draw other numbers than in forward",
+                "a custom autograd function draws random numbers in its backward: others than in its forward",
                 where=f"module '{at.module}' {at.source or ''}",
                 got=str(node.target),
-                do="keep dropout out of regions under torch.utils.checkpoint, or do not checkpoint them",
+                do="draw in forward and save the numbers; to compute a part again, use torch.utils.checkpoint",
             )
 
 

@@ -30,6 +30,7 @@ class Note:
     gradient_sum: autograd made this addition because a value has several consumers.
     recompute: number of the checkpointed region the node belongs to, None outside; equal nodes of different
         regions must not be merged.
+    kept: the user's policy keeps this value of a region instead of having it computed again.
     """
 
     phase: Phase
@@ -38,6 +39,7 @@ class Note:
     operation: int | None = None
     gradient_sum: bool = False
     recompute: int | None = None
+    kept: bool = False
 
 
 def note(node: Node) -> Note:

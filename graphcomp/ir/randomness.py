@@ -64,6 +64,11 @@ def draws(node: Node) -> bool:
     return not any(arguments.get(flag, True) is False for flag in ("train", "training") if flag in names)
 
 
+def is_seeded(node: Node) -> bool:
+    """Whether a call is one of the operators below: a draw that depends on its arguments alone."""
+    return node.target in (seeded_uniform, seeded_normal, seeded_exponential, seeded_randint)
+
+
 def _number(seed: torch.Tensor) -> int:
     """Reads a host tensor without dispatching an operation, as `.item()` would. Never waits for a device."""
     if seed.device.type != "cpu":

@@ -75,16 +75,19 @@ class _Point:
 
 
 def _work(program: Program, forward: Sequence[Node]) -> list[int]:
-    """The work of each forward node with that of its backward, which a frozen layer does not have."""
+    """The work of each forward node with that of its backward, which a frozen layer does not have.
+
+    A checkpointed node runs a second time.
+    """
     backward: dict[int, int] = {}
     for node in program.calls():
         note = meta.note(node)
         if note.phase is Phase.BACKWARD and note.operation is not None:
             backward[note.operation] = backward.get(note.operation, 0) + _time(node)
-    operations = [meta.note(node).operation for node in forward]
+    notes = [meta.note(node) for node in forward]
     return [
-        _time(node) + (backward.get(number, 0) if number is not None else 0)
-        for node, number in zip(forward, operations, strict=True)
+        _time(node) * (2 if note.recompute is not None else 1) + backward.get(note.operation, 0)  # type: ignore[arg-type]
+        for node, note in zip(forward, notes, strict=True)
     ]
 
 

@@ -23,6 +23,7 @@ from graphcomp.partition.homes import Homes, homes_of, kept_cuts, require_homes
 from graphcomp.partition.layouts import arrive_dense, turn_crossing
 from graphcomp.partition.place import Slot, place, split_gradient_sums
 from graphcomp.partition.prologue import build_prologue
+from graphcomp.partition.recompute import recompute_regions
 from graphcomp.partition.remat import without_recomputable
 from graphcomp.partition.routes import Routes, needs, route
 from graphcomp.partition.stages import Boundary, Carried, Partitioned, Stage
@@ -58,6 +59,7 @@ def partition(
     else:
         cuts = balanced_cuts(program, forward, replicable, stages)
     slots = place(program, cuts, forward, replicable)
+    recompute_regions(program, slots, replicable)
     cut = _Cutter(joint, len(cuts) + 1, replicable, slots, outputs).cut()
     if homes:
         require_homes(homes_of(cut.stages), homes)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from graphcomp.capture import capture
 from graphcomp.errors import BatchError, CaptureError, GraphcompError, LossError, StateError
@@ -239,26 +240,53 @@ def test_parameter_read_out_of_a_plain_list() -> None:
         capture(model, loss_fn, batch())
 
 
-def test_random_numbers_under_checkpoint() -> None:
-    def region(model: Any, h: Tensor) -> Tensor:
-        return checkpoint(model.drop, h, use_reentrant=False)
+def test_random_numbers_in_the_backward_of_a_function() -> None:
+    class RunsAgain(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, h: Tensor) -> Tensor:
+            return torch.nn.functional.dropout(h, 0.5)
 
-    model = Code(region)
-    with refused(
-        CaptureError, model, "a random operation is run again in backward", "module 'drop'", "torch.utils.checkpoint"
-    ):
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return torch.nn.functional.dropout(gradient, 0.5)
+
+    model = Code(lambda model, h: RunsAgain.apply(h))
+    with refused(CaptureError, model, "a custom autograd function draws random numbers in its backward", "use torch."):
         capture(model, loss_fn, batch())
 
 
-def test_checkpoint_without_random_numbers_is_captured() -> None:
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpointed_region_runs_once(use_reentrant: bool) -> None:
     def region(model: Any, h: Tensor) -> Tensor:
-        return checkpoint(model.hidden, h, use_reentrant=False)
+        return checkpoint(model.drop, h, use_reentrant=use_reentrant)
 
     model = Code(region)
     before = Everything(model)
     joint = capture(model, loss_fn, batch())
     before.check()
-    assert not joint.captured  # the region that runs again in backward reads the same parameters
+    assert sum("bernoulli" in str(node.target) for node in joint.program.calls()) == 1
+
+
+def test_a_region_in_a_context_of_its_own() -> None:
+    def region(model: Any, h: Tensor) -> Tensor:
+        return checkpoint(
+            model.hidden, h, use_reentrant=False, context_fn=lambda: (torch.autograd.graph.save_on_cpu(),) * 2
+        )
+
+    def offloaded(model: Any, h: Tensor) -> Tensor:
+        def policy(*_: Any, **__: Any) -> CheckpointPolicy:
+            return CheckpointPolicy.MUST_CPU_OFFLOAD
+
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(model.hidden, h, use_reentrant=False, context_fn=contexts)
+
+    for code, what, got, line in (
+        (region, "in a context of another kind", "save_on_cpu", region.__code__.co_firstlineno + 1),
+        (offloaded, "values in another memory", "MUST_CPU_OFFLOAD", offloaded.__code__.co_firstlineno + 5),
+    ):
+        model = Code(code)
+        with refused(CaptureError, model, what, got, f"test_refuse.py:{line}", "what to do: leave context_fn out"):
+            capture(model, loss_fn, batch())
 
 
 def test_batch_that_requires_a_gradient() -> None:

@@ -322,7 +322,7 @@ the random operation 'aten.multinomial.default' cannot draw the same numbers how
         b.note = Note(Phase.BACKWARD, "drop", "model.py:4")
         mask = b.call(aten.bernoulli.p, x, 0.5)
         program = b.program({role.Metric("m"): b.call(aten.sum.default, mask)})
-        with pytest.raises(CaptureError, match="run again in backward"):
+        with pytest.raises(CaptureError, match="draws random numbers in its backward"):
             SeededRandom().apply(program)
 
 
