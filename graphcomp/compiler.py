@@ -25,6 +25,7 @@ from graphcomp.ir import signature as role
 from graphcomp.ir.comparable import comparable
 from graphcomp.ir.verify import verify
 from graphcomp.partition import Partitioned, partition
+from graphcomp.partition.accumulating import accumulating
 from graphcomp.partition.homes import Homes, homes_of
 from graphcomp.passes.base import Pass
 from graphcomp.passes.cse import CommonSubexpressions
@@ -100,8 +101,9 @@ class GraphCompiler:
         *,
         rank: int | None = None,
         data_ranks: int = 1,
+        trace: Callable[..., Joint] | None = None,
     ) -> None:
-        self.data_ranks = data_ranks
+        self.data_ranks, self._trace = data_ranks, trace
         self.model, self.loss_fn, self.plan = model, loss_fn, plan or Plan()
         self.progress = Progress(self.plan.quiet, rank)
         self.backend: Backend = backends.get(self.plan.backend, self._tell)
@@ -116,7 +118,8 @@ class GraphCompiler:
         """
         with self.progress.work("capturing", "captured the joint program"), _no_collection():
             mesh = self.plan.mesh
-            joint = capture(self.model, self.loss_fn, example, training=training, device=device, mesh=mesh)
+            trace = self._trace or capture
+            joint = trace(self.model, self.loss_fn, example, training=training, device=device, mesh=mesh)
             self.traces += 1
             manager = PassManager(joint_passes(self.is_cut))
             program = manager.run(joint.program)
@@ -199,7 +202,8 @@ class GraphCompiler:
             one = ordered[place]
             key = (outputs, stage, kind)
             if key not in one.callables:
-                program = getattr(one.partitions[outputs].stages[stage], kind)
+                cut = one.partitions[outputs]
+                program = accumulating(getattr(cut.stages[stage], kind), cut, self.plan.accumulate_dtype)
                 compiled = self.backend.compile(program, one.joint.groups)
                 one.callables[key] = compiled.call
                 if compiled.conditions:

@@ -13,7 +13,7 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 constants included. The callee empties the list. A caller that keeps no other reference to an input thus
 lets it be freed at its last use, in the middle of the call. Returns the outputs in the order of
 `program.outputs`, None where one stands for nothing. Results never require gradients, whatever the inputs
-do."""
+do. A `Grad` whose `Accumulator` is an input is written to that tensor's memory."""
 
 
 @dataclass(frozen=True)

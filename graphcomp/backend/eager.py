@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from graphcomp.backend.base import Compiled, Listener, Progress
 from graphcomp.ir.interp import boxed_callable
 from graphcomp.ir.program import Program
+from graphcomp.partition.accumulating import in_place
 
 
 @dataclass
@@ -22,7 +23,7 @@ class EagerBackend:
 
     def compile(self, program: Program, groups: Mapping[str, str] | None = None) -> Compiled:
         begin = time.perf_counter()
-        call = boxed_callable(program, groups or {})
+        call = boxed_callable(in_place(program), groups or {})
         self.programs += 1
         seconds = time.perf_counter() - begin
         if self.listener is not None:

@@ -29,6 +29,7 @@ from graphcomp.ir.collective_calls import axis_of, is_start, name_groups
 from graphcomp.ir.digest import digest
 from graphcomp.ir.interp import as_written, boxed_callable
 from graphcomp.ir.program import Program
+from graphcomp.partition.accumulating import in_place, written
 
 _LOCK = threading.RLock()  # Inductor's options are global while it compiles
 
@@ -118,11 +119,11 @@ def _compile(program: Program, groups: Mapping[str, str]) -> _Artifact:
 def _code(program: Program, graph: Graph) -> Boxed:
     """graph: a copy of the program's, in which process groups go by their own names."""
     if not program.calls():  # nothing to compile, and Inductor would keep the list
-        return boxed_callable(program)
+        return boxed_callable(in_place(program))
     module = GraphModule(torch.nn.Module(), graph, class_name="program")
     inputs = [meta.value(node) for node in program.placeholders]
     with as_written():
-        return compile_graph(module, inputs, program.fake_mode)
+        return compile_graph(module, inputs, program.fake_mode, list(written(program)))
 
 
 def _symbols(program: Program) -> dict[str, str]:

@@ -23,8 +23,12 @@ OPTIONS = {
 }
 
 
-def compile_graph(module: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode) -> Boxed:
+def compile_graph(
+    module: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode, written: Sequence[tuple[int, int]] = ()
+) -> Boxed:
     """Compile a functional aten graph with fake or symbolic inputs, as they stand in `mode`.
+
+    written: (input, output) by place: the output is written to the input's memory, and None is returned for it.
 
     The result takes one list, which it empties before it computes, so that inputs die at their last use.
     Outputs keep the strides they have in the graph. Needs grad mode off, at compile time and at run time.
@@ -44,6 +48,7 @@ def compile_graph(module: GraphModule, inputs: Sequence[Any], mode: FakeTensorMo
         if use_onednn(module.graph):
             module.recompile()  # its code is the key of Inductor's cache on disk
         output = module.graph.output_node()
+        _write(module, written)
         results: Any = output.args[0]
         visible = [place for place, node in enumerate(results) if isinstance(node, Node)]
         output.meta["user_visible_output_idxs"] = visible
@@ -78,6 +83,23 @@ def _decompose(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     done.graph.eliminate_dead_code()
     done.recompile()
     return done
+
+
+def _write(module: GraphModule, written: Sequence[tuple[int, int]]) -> None:
+    """Copies at the end of the graph, as Inductor expects a program to change its inputs: it writes the last operation
+    of each result straight to the input."""
+    graph = module.graph
+    output = graph.output_node()
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    placeholders = graph.find_nodes(op="placeholder")
+    with graph.inserting_before(output):
+        for source, target in written:
+            copied = graph.call_function(torch.ops.aten.copy_.default, (placeholders[source], results[target]))
+            copied.meta["val"] = placeholders[source].meta["val"]
+            results[target] = None
+    output.args = (tuple(results),)
+    if written:
+        module.recompile()
 
 
 def _writes(node: Node) -> bool:

@@ -11,6 +11,7 @@ from graphcomp.ir.fault import Fault
 from graphcomp.ir.program import Level, Program
 from graphcomp.ir.signature import (
     AMBIENT,
+    Accumulator,
     Activation,
     BufferUpdate,
     Grad,
@@ -28,7 +29,7 @@ from graphcomp.ir.spelling import Symbols
 _RESULTS = (Loss, Tokens, Metric, Grad, BufferUpdate, Output)
 INPUTS: dict[Level, tuple[type[Role], ...]] = {
     Level.JOINT: AMBIENT,
-    Level.STAGE: (*AMBIENT, Activation, Saved),
+    Level.STAGE: (*AMBIENT, Activation, Saved, Accumulator),
     Level.STEP: (Param, Shard, Grad),
 }
 OUTPUTS: dict[Level, tuple[type[Role], ...]] = {

@@ -11,6 +11,7 @@ from graphcomp.ir import meta, spelling
 from graphcomp.ir.fault import Fault
 from graphcomp.ir.program import Program
 from graphcomp.ir.signature import (
+    Accumulator,
     Buffer,
     BufferUpdate,
     Denominator,
@@ -79,17 +80,17 @@ def agreement(program: Program) -> Iterator[Fault]:
         elif isinstance(role, Seed) and found.dtype != torch.int64:
             yield Fault(f"'{role}' is no integer", node, "i64[]", text)
     for role, node, found in results:
-        source = _counterpart(role)
-        if source in inputs and not _alike(found, inputs[source]):
+        source = next((one for one in _counterparts(role) if one in inputs), None)
+        if source is not None and not _alike(found, inputs[source]):
             expected = spelling.value(inputs[source], names)
             yield Fault(f"'{role}' differs from '{source}'", node, expected, spelling.value(found, names))
 
 
-def _counterpart(role: Role) -> Role | None:
-    """The input whose shape and dtype an output must have."""
+def _counterparts(role: Role) -> tuple[Role, ...]:
+    """The inputs whose shape and dtype an output must have: the first that there is."""
     if isinstance(role, Grad):
-        return Param(role.name)
-    return Buffer(role.name) if isinstance(role, BufferUpdate) else None
+        return Accumulator(role.name), Param(role.name)
+    return (Buffer(role.name),) if isinstance(role, BufferUpdate) else ()
 
 
 def _alike(first: object, second: object) -> bool:

@@ -139,6 +139,17 @@ class Grad(Role):
 
 
 @dataclass(frozen=True)
+class Accumulator(Role):
+    """What a parameter's gradient has come to over earlier microbatches. The `Grad` of the same name is the new sum;
+    whoever runs the program may write it to the accumulator's memory."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"accumulator {self.name}"
+
+
+@dataclass(frozen=True)
 class Loss(Role):
     """The sum of a named loss over this microbatch, before any division; 0-dim."""
 

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from graphcomp.capture.joint import Joint
+from graphcomp.errors import VerifyError
+from graphcomp.ir import meta
 from graphcomp.ir.program import Program
+from graphcomp.ir.signature import Param
 from graphcomp.ir.sizes import Expression
 from graphcomp.ir.spelling import Symbols, dtype
 
@@ -82,6 +85,13 @@ class Partitioned:
     forward_boundaries: Mapping[int, Boundary]
     backward_boundaries: Mapping[int, Boundary]
     parameter_stages: Mapping[str, tuple[int, ...]]
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """A parameter's form: a fake tensor of its shape, strides and dtype."""
+        found = meta.tensor(self.joint.program.input(Param(name)))
+        if found is None:
+            raise VerifyError(f"input 'param {name}' of the joint program is no tensor")
+        return found
 
     @property
     def programs(self) -> tuple[Program, ...]:

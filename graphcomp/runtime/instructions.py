@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from graphcomp.ir.signature import Role
 from graphcomp.partition.stages import Carried
 
@@ -78,7 +80,7 @@ class WaitReceive:
 class Run:
     """Call a stage's program. `frees` are emptied before the call; a result of None is dropped at once.
 
-    adopts: some result becomes a gradient accumulator, so the call is looked at for shared memory.
+    gradients: the accumulators that it adds to, in the order of the program's gradients.
     """
 
     stage: int
@@ -88,7 +90,7 @@ class Run:
     arguments: tuple[int, ...]
     results: tuple[int | None, ...]
     frees: tuple[int, ...] = ()
-    adopts: bool = False
+    gradients: tuple[int, ...] = ()
 
     @property
     def action(self) -> str:
@@ -98,8 +100,9 @@ class Run:
     def __str__(self) -> str:
         results = f"{_names(self.results)} = " if self.results else ""
         variant = f" #{self.specialisation}" if self.specialisation else ""
+        adds = f" adding to {_slots(self.gradients)}" if self.gradients else ""
         frees = f" free {_names(self.frees)}" if self.frees else ""
-        return f"{results}run {self.action}{variant}({_names(self.arguments)}){frees}"
+        return f"{results}run {self.action}{variant}({_names(self.arguments)}){adds}{frees}"
 
 
 @dataclass(frozen=True)
@@ -139,18 +142,34 @@ class FinishSends:
 
 
 @dataclass(frozen=True)
-class Accumulate:
-    """Add gradients to their accumulators, in place; `items` are (accumulator, register), `first` of each
-    starts it.
-    """
+class Form:
+    """What an accumulator looks like; a dtype that the plan asks for takes the place of this one."""
 
-    items: tuple[tuple[int, int], ...]
-    first: tuple[tuple[int, int], ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class BeginGradients:
+    """Accumulators that start at zero."""
+
+    slots: tuple[int, ...]
+    forms: tuple[Form, ...]
 
     def __str__(self) -> str:
-        texts = [f"g{slot} = %{register}" for slot, register in self.first]
-        texts += [f"g{slot} += %{register}" for slot, register in self.items]
-        return f"accumulate {', '.join(texts)}"
+        return f"begin {_slots(self.slots)}"
+
+
+@dataclass(frozen=True)
+class AddGradient:
+    """Add what another stage has sent to an accumulator, in place."""
+
+    gradient: int
+    register: int
+
+    def __str__(self) -> str:
+        return f"add g{self.gradient} += %{self.register}"
 
 
 @dataclass(frozen=True)
@@ -202,7 +221,7 @@ class Reduce:
     gradients: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"reduce stage {self.stage} ({', '.join(f'g{slot}' for slot in self.gradients)})"
+        return f"reduce stage {self.stage} ({_slots(self.gradients)})"
 
 
 @dataclass(frozen=True)
@@ -249,7 +268,8 @@ Instruction = (
     | Send
     | FinishSend
     | FinishSends
-    | Accumulate
+    | BeginGradients
+    | AddGradient
     | SendGradient
     | ReplaceGradient
     | Unshard
@@ -303,6 +323,17 @@ class RankProgram:
 
 def _names(registers: Iterable[int | None]) -> str:
     return ", ".join("_" if register is None else f"%{register}" for register in registers)
+
+
+def _slots(slots: Iterable[int]) -> str:
+    """Accumulators, runs of them as `g0-g7`."""
+    runs: list[list[int]] = []
+    for slot in slots:
+        if runs and slot == runs[-1][1] + 1:
+            runs[-1][1] = slot
+        else:
+            runs.append([slot, slot])
+    return ", ".join(f"g{first}" if first == last else f"g{first}-g{last}" for first, last in runs)
 
 
 def _message(edge: Edge, microbatch: int | None) -> str:

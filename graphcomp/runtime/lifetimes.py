@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from graphcomp.runtime.instructions import (
-    Accumulate,
+    AddGradient,
     Free,
     Instruction,
     Record,
@@ -24,11 +24,9 @@ def uses(instruction: Instruction) -> tuple[int, ...]:
     match instruction:
         case Run() | Send() | Unshard():
             return instruction.arguments
-        case Accumulate():
-            return tuple(register for _, register in instruction.first + instruction.items)
         case Record():
             return tuple(register for _, register in instruction.items)
-        case UpdateBuffer() | ReplaceGradient():
+        case UpdateBuffer() | ReplaceGradient() | AddGradient():
             return (instruction.register,)
         case _:
             return ()

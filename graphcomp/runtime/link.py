@@ -12,13 +12,12 @@ from typing import Any, Literal
 import sympy
 import torch
 
-from graphcomp.compat.foreach import add_each
 from graphcomp.errors import AgreementError, VerifyError
 from graphcomp.ir.sizes import evaluator
 from graphcomp.partition.stages import Carried, Partitioned
-from graphcomp.runtime.accumulate import adopt, shared_results, storages
 from graphcomp.runtime.instructions import (
-    Accumulate,
+    AddGradient,
+    BeginGradients,
     Edge,
     FinishSend,
     FinishSends,
@@ -43,8 +42,7 @@ from graphcomp.runtime.transport import Transport, describe
 @dataclass(slots=True)
 class State:
     """All that changes during a step. slots: messages under way. pending: slots of unfinished sends, oldest
-    first. shared: the registers of the last adopting call whose memory is not theirs alone. entered: the current
-    instruction has handed over its inputs, and waits.
+    first. entered: the current instruction has handed over its inputs, and waits.
     """
 
     registers: list[Any]
@@ -55,7 +53,6 @@ class State:
     sizes: Sequence[Mapping[str, int]] = ()
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     pending: deque[int] = field(default_factory=deque)
-    shared: frozenset[int | None] = frozenset()
     entered: bool = False
 
 
@@ -113,8 +110,10 @@ def link(instruction: Instruction, context: Context) -> Operation:
             return _finish(instruction)
         case FinishSends():
             return _finish_all
-        case Accumulate():
-            return _accumulate(instruction, context)
+        case BeginGradients():
+            return _begin(instruction, context)
+        case AddGradient(gradient, register):
+            return _add(gradient, register)
         case ReplaceGradient(gradient, register):
             return lambda state: state.gradients.__setitem__(gradient, state.registers[register])
         case Unshard():
@@ -136,30 +135,20 @@ def _run(run: Run, context: Context) -> Operation:
             f"no callable for {run.kind} of stage {run.stage}, specialisation {run.specialisation}",
             got=sorted(context.callables),
         )
-    call, arguments, frees = context.callables[key], run.arguments, run.frees
+    call, arguments, frees, gradients = context.callables[key], run.arguments, run.frees, run.gradients
     keep = [(register, place) for place, register in enumerate(run.results) if register is not None]
 
     def operation(state: State) -> None:
-        registers = state.registers
+        registers, accumulators = state.registers, state.gradients
         given = [registers[register] for register in arguments]
         for register in frees:
             registers[register] = None
+        given += [accumulators[slot] for slot in gradients]
         results = call(given)
         for register, place in keep:
             registers[register] = results[place]
 
-    def adopting(state: State) -> None:
-        registers = state.registers
-        given = [registers[register] for register in arguments]
-        for register in frees:
-            registers[register] = None
-        before = storages(given)
-        results = call(given)
-        state.shared = frozenset(run.results[place] for place in shared_results(results, before))
-        for register, place in keep:
-            registers[register] = results[place]
-
-    return adopting if run.adopts else operation
+    return operation
 
 
 class _Shapes:
@@ -299,16 +288,20 @@ def _finish_all(state: State) -> None:
             handle.wait()
 
 
-def _accumulate(accumulate: Accumulate, context: Context) -> Operation:
-    later, dtype = accumulate.items, context.accumulate_dtype
-    first = [(slot, register, context.program.gradients[slot][1]) for slot, register in accumulate.first]
+def _begin(begin: BeginGradients, context: Context) -> Operation:
+    dtype, device = context.accumulate_dtype, context.device
+    each = [(slot, f.shape, f.strides, dtype or f.dtype) for slot, f in zip(begin.slots, begin.forms, strict=True)]
 
     def operation(state: State) -> None:
-        registers, gradients = state.registers, state.gradients
-        add_each([gradients[slot] for slot, _ in later], [registers[register] for _, register in later])
-        for slot, register, name in first:
-            alone = register not in state.shared
-            gradients[slot] = adopt(registers[register], alone, state.parameters.get(name), dtype)
+        for slot, shape, strides, kind in each:
+            state.gradients[slot] = torch.empty_strided(shape, strides, dtype=kind, device=device).zero_()
+
+    return operation
+
+
+def _add(gradient: int, register: int) -> Operation:
+    def operation(state: State) -> None:
+        state.gradients[gradient].add_(state.registers[register])
 
     return operation
 

@@ -25,13 +25,15 @@ from graphcomp.ir.signature import (
     Shard,
     Size,
 )
+from graphcomp.partition.accumulating import accumulated
 from graphcomp.partition.stages import Boundary, Partitioned
 from graphcomp.runtime.instructions import (
-    Accumulate,
+    BeginGradients,
     Bind,
     Edge,
     FinishSend,
     FinishSends,
+    Form,
     Instruction,
     PostReceive,
     RankProgram,
@@ -104,7 +106,7 @@ class _Lowering:
     # What a stage's buffers hold now, and what they held when the forward of a microbatch began.
     buffers: dict[tuple[int, str], int] = field(default_factory=dict)
     before: dict[tuple[int, int], dict[tuple[int, str], int]] = field(default_factory=dict)
-    # Accumulations and records of the last run: behind its sends, for which another rank waits.
+    # Records of the last run: behind its sends, for which another rank waits.
     later: list[Instruction] = field(default_factory=list)
     count: int = 0
 
@@ -223,11 +225,9 @@ class _Lowering:
             self.unshard(stage)
         arguments = tuple(self.argument(role, action) for role in program.inputs)
         results: list[int | None] = []
-        first: list[tuple[int, int]] = []
-        later: list[tuple[int, int]] = []
         recorded: list[tuple[Role, int]] = []
         for role, node in program.output_items():
-            register = None if node is None else self.new()
+            register = None if node is None or isinstance(role, Grad) else self.new()
             results.append(register)
             if register is None:
                 continue
@@ -238,10 +238,6 @@ class _Lowering:
                     self.registers[microbatch, stage, role] = register
                 case BufferUpdate(name):
                     self.buffers[stage, name] = register
-                case Grad(name):
-                    gradient = self.gradients.setdefault((stage, name), len(self.gradients))
-                    (later if gradient in self.started else first).append((gradient, register))
-                    self.started.add(gradient)
                 case Loss() | Metric():
                     recorded.append((role, register))
                 case Output() if self.outputs:
@@ -254,16 +250,25 @@ class _Lowering:
                 self.numbers[id(self.specialisations[microbatch])],
                 arguments,
                 tuple(results),
-                adopts=bool(first),
+                gradients=self.accumulators(program, action),
             )
         )
-        if first or later:
-            self.later.append(Accumulate(tuple(later), tuple(first)))
         if recorded:
             start = len(self.records)
             self.records += [(microbatch, role) for role, _ in recorded]
             items = tuple((start + place, register) for place, (_, register) in enumerate(recorded))
             self.later.append(Record(microbatch, items, tuple(role for role, _ in recorded)))
+
+    def accumulators(self, program: Program, action: Action) -> tuple[int, ...]:
+        """Those that a run of the program adds to; the ones that are new begin at zero."""
+        names, cut = accumulated(program), self.specialisations[action.microbatch]
+        slots = tuple(self.gradients.setdefault((action.stage, name), len(self.gradients)) for name in names)
+        new = {slot: cut.parameter(name) for slot, name in zip(slots, names, strict=True) if slot not in self.started}
+        if new:
+            forms = tuple(Form(tuple(p.shape), tuple(p.stride()), p.dtype) for p in new.values())
+            self.instructions.append(BeginGradients(tuple(new), forms))
+            self.started |= new.keys()
+        return slots
 
     def unshard(self, stage: int) -> None:
         """Whole parameters from the shards; they live until their last use."""

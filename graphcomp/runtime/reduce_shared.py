@@ -18,7 +18,7 @@ from graphcomp.ir.meta import tensor
 from graphcomp.ir.signature import Grad, Param
 from graphcomp.partition.stages import Carried, Partitioned
 from graphcomp.runtime.instructions import (
-    Accumulate,
+    AddGradient,
     Edge,
     Instruction,
     PostReceive,
@@ -108,7 +108,7 @@ class SharedLowering:
         for stage in others:
             register = self.new_register()
             yield WaitReceive(Edge(stage, root), None, self.new_slot((name, Edge(stage, root))), (register,))
-            yield Accumulate(((own, register),), ()) if begun else ReplaceGradient(own, register)
+            yield AddGradient(own, register) if begun else ReplaceGradient(own, register)
             begun = True
 
     def spread_sum(self, shared: SharedGradient) -> Iterator[Instruction]:

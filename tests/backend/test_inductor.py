@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import pytest
 import sympy
@@ -58,7 +59,7 @@ def test_conditions_that_compiling_adds_are_reported(monkeypatch: pytest.MonkeyP
     """Here the compiler asks the shape environment whether there are less than 1000 rows."""
     program, rows = condition_program()
 
-    def asking(graph: object, inputs: list[torch.Tensor], mode: object) -> module.Boxed:
+    def asking(graph: object, inputs: list[torch.Tensor], mode: object, *rest: Any) -> module.Boxed:
         assert inputs[0].shape[0] < 1000
         return lambda box: [box.pop().sin()]
 

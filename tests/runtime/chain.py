@@ -7,8 +7,9 @@ denominator for the gradient. Rows and columns: x is [s0, width].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import sympy
 import torch
@@ -136,7 +137,7 @@ def chain(
         for s in range(trainable_from + 1, stages)
     }
     joint = Joint(
-        program("joint", [], []),
+        program("joint", [Param(name) for name in parameters], [], width=width),
         Sizes({"s0": ("x", 0)}, {"x": shape}),
         (LossSpec("loss", "token"),),
         (MetricSpec("size", "mean"),),
@@ -181,15 +182,33 @@ def _fused(counted: bool, up: bool) -> Function:
     return fused
 
 
-def boxed(function: Function) -> Function:
-    """As a backend's callables are: a function of one list, which it empties."""
+def boxed(function: Function, program: Program | None) -> Function:
+    """As a backend's callables are: a function of one list, which it empties; gradients go to the accumulators at its
+    end."""
+    grads = [] if program is None else [p for p, (role, x) in enumerate(program.output_items()) if _is_grad(role, x)]
 
-    def call(box: list[object]) -> Sequence[object]:
-        inputs = list(box)
+    def call(box: list[Any]) -> Sequence[object]:
+        inputs, accumulators = box[: len(box) - len(grads)], box[len(box) - len(grads) :]
         box.clear()
-        return function(*inputs)
+        results: list[Any] = list(function(*inputs))
+        for place, accumulator in zip(grads, accumulators, strict=True):
+            accumulator.add_(results[place])
+            results[place] = None
+        return results
 
     return call
+
+
+def _is_grad(role: Role, result: object) -> bool:
+    return isinstance(role, Grad) and result is not None
+
+
+def callables_of(made: Chain, number: int = 0) -> dict[tuple[int, int, str], Function]:
+    """As a rank executor takes them; `number` is that of the specialisation."""
+    stages = made.cut.stages
+    return {
+        (number, stage, kind): boxed(one, getattr(stages[stage], kind)) for (stage, kind), one in made.callables.items()
+    }
 
 
 def schedule_of(cut: Partitioned, name: str, microbatches: int, fused: bool = True) -> Schedule:
@@ -209,7 +228,7 @@ def executors_of(
     made: Chain, programs: Sequence[RankProgram], inputs: StepInputs, dtype: torch.dtype | None = None
 ) -> list[RankExecutor]:
     network = VirtualNetwork()
-    named: Mapping[tuple[int, int, str], Function] = {(0, *key): boxed(one) for key, one in made.callables.items()}
+    named = callables_of(made)
     executors = [
         RankExecutor(one, [made.cut], named, VirtualTransport(network), accumulate_dtype=dtype) for one in programs
     ]

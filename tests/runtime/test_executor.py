@@ -16,6 +16,7 @@ from graphcomp.runtime.transport import VirtualNetwork, VirtualTransport
 from tests.runtime.chain import (
     WIDTH,
     Chain,
+    callables_of,
     chain,
     executors_of,
     plain_loop,
@@ -125,9 +126,11 @@ class Watch:
         return [head, x, h]
 
     def run_backward(self, box: list[torch.Tensor]) -> list[torch.Tensor]:
-        w, x, h, arrived = box
+        w, x, h, arrived, *accumulators = box
         box.clear()
         results = self.backward(w, x, h, arrived)
+        for accumulator, gradient in zip(accumulators, results[-2:], strict=True):
+            accumulator += gradient
         watched = weakref.ref(h)
         del h
         self.during_backward.append(watched() is None)  # nobody but the callee held it
@@ -140,7 +143,7 @@ def test_saved_values_live_until_their_backward_takes_them(name: str, held: obje
     made = chain(stages)
     network = VirtualNetwork()
     watches = {stage: Watch(made, stage) for stage in range(stages - 1)}
-    named = {(0, *key): (lambda box, one=one: one(*box)) for key, one in made.callables.items()}
+    named = callables_of(made)
     for stage, watch in watches.items():
         named[0, stage, "forward"], named[0, stage, "backward"] = watch.run_forward, watch.run_backward
     executors = [

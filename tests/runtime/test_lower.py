@@ -16,7 +16,7 @@ from graphcomp.runtime.lifetimes import uses
 from graphcomp.runtime.lower import distinct, lower
 from graphcomp.runtime.transport import VirtualNetwork, VirtualTransport
 from graphcomp.schedule.registry import get
-from tests.runtime.chain import WIDTH, boxed, chain, programs_of, schedule_of
+from tests.runtime.chain import WIDTH, callables_of, chain, programs_of, schedule_of
 
 
 def test_text_of_a_first_stage() -> None:
@@ -41,14 +41,11 @@ rank 0 of 2: stage 0, 2 microbatches
   post 1>0 of microbatch 1
   %13 = wait 1>0 of microbatch 0
   finish send 0>1 of microbatch 0
-  %14, %15 = run 0B0(%0, %5, %6, %13) free %5, %6, %13
-  accumulate g0 = %14, g1 = %15
-  free %14, %15
-  %16 = wait 1>0 of microbatch 1
+  begin g0-g1
+  _, _ = run 0B0(%0, %5, %6, %13) adding to g0-g1 free %5, %6, %13
+  %14 = wait 1>0 of microbatch 1
   finish send 0>1 of microbatch 1
-  %17, %18 = run 0B1(%0, %10, %11, %16) free %10, %11, %16
-  accumulate g0 += %17, g1 += %18
-  free %17, %18
+  _, _ = run 0B1(%0, %10, %11, %14) adding to g0-g1 free %10, %11, %14
   update c0 = %12
   free %12
   finish sends
@@ -69,26 +66,23 @@ rank 1 of 2: stage 1, 2 microbatches
   post 0>1 of microbatch 0
   post 0>1 of microbatch 1
   %0 = wait 0>1 of microbatch 0
-  %4, %5, %6, %7, %8 = run 1FB0(%1, %2, %0, %3) free %0
+  begin g0-g1
+  %4, %5, %6, _, _ = run 1FB0(%1, %2, %0, %3) adding to g0-g1 free %0
   send 1>0 of microbatch 0 (%6)
   free %6
-  accumulate g0 = %7, g1 = %8
-  free %7, %8
   record loss loss = %4, metric size = %5
   free %4, %5
-  %9 = wait 0>1 of microbatch 1
-  %10, %11, %12, %13, %14 = run 1FB1(%1, %2, %9, %3) free %9
-  send 1>0 of microbatch 1 (%12)
-  free %12
-  accumulate g0 += %13, g1 += %14
-  free %13, %14
-  record loss loss = %10, metric size = %11
-  free %10, %11
+  %7 = wait 0>1 of microbatch 1
+  %8, %9, %10, _, _ = run 1FB1(%1, %2, %7, %3) adding to g0-g1 free %7
+  send 1>0 of microbatch 1 (%10)
+  free %10
+  record loss loss = %8, metric size = %9
+  free %8, %9
   send 1>0 (g0)
   post 0>1
-  %15 = wait 0>1
-  replace g0 = %15
-  free %15
+  %11 = wait 0>1
+  replace g0 = %11
+  free %11
   finish sends
 """,
     )
@@ -133,11 +127,7 @@ def test_microbatches_of_two_specialisations() -> None:
     programs = [lower(cuts, schedule, rank) for rank in range(2)]
     assert programs[1].needed == {(0, 1, "fused"), (1, 1, "fused")}
     network = VirtualNetwork()
-    named = {
-        (number, *key): boxed(function)
-        for number, made in enumerate([one, other])
-        for key, function in made.callables.items()
-    }
+    named = {**callables_of(one), **callables_of(other, 1)}
     batch = torch.randn(2, WIDTH)
     executors = [RankExecutor(program, distinct(cuts), named, VirtualTransport(network)) for program in programs]
     for executor in executors:
@@ -158,7 +148,7 @@ def test_outputs_are_kept_only_on_request() -> None:
         executor = RankExecutor(
             program,
             [made.cut],
-            {(0, 0, "fused"): boxed(made.callables[0, "fused"])},
+            callables_of(made),
             VirtualTransport(VirtualNetwork()),
         )
         result = executor.run(made.inputs([torch.randn(2, WIDTH)]))

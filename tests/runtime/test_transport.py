@@ -16,7 +16,7 @@ from graphcomp.runtime.instructions import Edge
 from graphcomp.runtime.lower import lower
 from graphcomp.runtime.transport import ProcessTransport, VirtualNetwork, VirtualTransport, payload
 from graphcomp.testing.ranks import run_ranks
-from tests.runtime.chain import WIDTH, boxed, chain, executors_of, programs_of, run, schedule_of
+from tests.runtime.chain import WIDTH, callables_of, chain, executors_of, programs_of, run, schedule_of
 
 EDGE = Edge(0, 1)
 
@@ -105,7 +105,7 @@ def test_a_boundary_without_values_sends_nothing() -> None:
     cut = dataclasses.replace(made.cut, forward_boundaries={0: Boundary(0, 1, ())})
     schedule = schedule_of(cut, "1f1b", 2)
     network = VirtualNetwork()
-    named = {(0, *key): boxed(function) for key, function in made.callables.items()}
+    named = callables_of(made)
     executors = [
         RankExecutor(lower([cut] * 2, schedule, rank), [cut], named, VirtualTransport(network)) for rank in range(2)
     ]
@@ -136,7 +136,7 @@ def train(transport: ProcessTransport, rank: int, stages: int, name: str, microb
     torch.manual_seed(5)
     inputs = made.inputs([torch.randn(2 + number, WIDTH) for number in range(microbatches)])
     program = programs_of(made, name, microbatches)[rank]
-    named = {(0, *key): boxed(function) for key, function in made.callables.items()}
+    named = callables_of(made)
     executor = RankExecutor(program, [made.cut], named, transport)
     executor.run(inputs)
     result = executor.run(inputs)

@@ -212,11 +212,11 @@ run 0F0
 send 0>1 of microbatch 0
 wait 1>0 of microbatch 0
 finish send 0>1 of microbatch 0
-run 0B0
-accumulate
+begin g0-g25
+run 0B0 adding to g0-g25
 post 1>0
 wait 1>0
-accumulate g0 += %112
+add g0 += %86
 reduce stage 0
 send 0>1
 finish sends""",
@@ -234,11 +234,11 @@ send 0>1 of microbatch 0
 wait 1>0 of microbatch 0
 finish send 0>1 of microbatch 0
 unshard stage 0
-run 0B0
-accumulate
+begin g0-g25
+run 0B0 adding to g0-g25
 post 1>0
 wait 1>0
-accumulate g0 += %138
+add g0 += %112
 reduce stage 0
 send 0>1
 finish sends""",
