@@ -67,7 +67,8 @@ def test_code_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     namespace: dict[str, object] = {"__name__": f"page_{page.stem}"}
     for block in python_blocks(page.read_text()):
         # Blank lines in front, so that a traceback shows the line of the page.
-        exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
+        code = compile("\n" * (block.line - 1) + block.code, str(page), "exec", dont_inherit=True)
+        exec(code, namespace)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
