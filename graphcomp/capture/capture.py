@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule, Node
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule, Node
 
 from graphcomp import losses as loss_rules
 from graphcomp.capture.batch import BatchSpec, arguments, describe, plain, prepares_batches
 from graphcomp.capture.communication import normalize_collectives, require_functional
 from graphcomp.capture.fields import Fields
+from graphcomp.capture.hooks import check_hooks, traced_hooks
 from graphcomp.capture.joint import Joint, LossSpec, MetricSpec, Opaque
-from graphcomp.capture.labels import Labels, role_of, sequence_of
-from graphcomp.capture.refuse import check_hooks, check_random_backward, explained
+from graphcomp.capture.labels import Labels, role_of
+from graphcomp.capture.operations import number_operations
+from graphcomp.capture.refuse import check_buffers, check_random_backward, explained
 from graphcomp.capture.regions import marked_regions
 from graphcomp.capture.state import Captured, Reachable, State, unchanged_model
 from graphcomp.compat.pytree import path_text, register_record, tree_flatten_with_path
@@ -31,6 +34,7 @@ from graphcomp.compat.symbols import (
     new_fake_mode,
     symbol_names,
 )
+from graphcomp.compat.tensor_parallel import part_like, whole
 from graphcomp.compat.tracing import swapped_state, trace
 from graphcomp.errors import CaptureError, LossError
 from graphcomp.ir import meta
@@ -88,6 +92,7 @@ def capture(
     `functionalize` pass removes. Raises CaptureError, LossError, BatchError, StateError.
     """
     began = time.perf_counter()
+    check_buffers(model)
     check_hooks(model)
     spec, tensors = describe(batch)
     mode = new_fake_mode()
@@ -96,13 +101,16 @@ def capture(
     labels, results = Labels(), _Results()
 
     def function(fakes: Sequence[torch.Tensor], batch_leaves: Sequence[torch.Tensor]) -> list[Any]:
-        own = state.named(fakes)
+        inputs = state.named(fakes)
         # The state stays swapped in through the backward, where a function of the user's may run a part again.
         naming = (labels.applied(), labels.module_names(model), marked_regions(labels))
-        with naming[0], naming[1], naming[2], torch.set_grad_enabled(training), swapped_state(model, own):
-            objective = _run(model, loss_fn, spec, own, dict(zip(leaves, batch_leaves, strict=True)), labels, results)
-            if training:
-                _differentiate(objective, own, labels, results)
+        with naming[0], naming[1], naming[2], torch.set_grad_enabled(training):
+            own = state.in_model(inputs, labels)
+            with swapped_state(model, own):
+                given = dict(zip(leaves, batch_leaves, strict=True))
+                objective = _run(model, loss_fn, spec, own, given, labels, results)
+                if training:
+                    _differentiate(objective, inputs, labels, results)
         return results.values
 
     with unchanged_model(model), explained(model, labels), mode:
@@ -149,6 +157,7 @@ def _run(
         fields.read.update(named)
     output = model(*positional, **named)
     updated = {name: buffer for name, buffer in model.named_buffers() if buffer is not state[name]}
+    updated = {name: part_like(buffer, state[name]) for name, buffer in updated.items()}
     labels.phase, labels.module = Phase.LOSS, None
     if loss_fn is None:
         found, metrics = loss_rules.from_output(output)
@@ -159,10 +168,10 @@ def _run(
     objective = None
     for name, loss in found.items():
         if isinstance(loss, loss_rules.TokenLoss):
-            total, kind, tokens = loss.total, "token", loss.tokens
+            total, kind, tokens = whole(loss.total), "token", whole(loss.tokens)
             results.add(role.Tokens(name), tokens)
         else:
-            total, kind, tokens = loss.value, "mean", torch.empty((), dtype=torch.int64)
+            total, kind, tokens = whole(loss.value), "mean", torch.empty((), dtype=torch.int64)
         results.losses.append(LossSpec(name, kind))  # type: ignore[arg-type]
         results.add(role.Loss(name), total)
         dtype = torch.float64 if torch.is_tensor(tokens) and tokens.is_floating_point() else torch.int64
@@ -173,13 +182,13 @@ def _run(
         objective = share if objective is None else objective + share
     for name, value in metrics.items():
         results.metrics.append(MetricSpec(name, value.reduction))
-        results.add(role.Metric(name), value.value)
+        results.add(role.Metric(name), whole(value.value))
     for name, buffer in updated.items():
         results.add(role.BufferUpdate(name), buffer)
     pairs, results.output_tree = tree_flatten_with_path(plain(output) if type(output) is dict else output)
     for keys, leaf in pairs:
         path = path_text(keys, "output")
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
             results.output_leaves.append(role.Output(path))
             results.add(role.Output(path), leaf)
         else:
@@ -266,7 +275,7 @@ def _normalize(
     lift_sizes(graph, mode, sizes)
     for node in nodes:
         node.name = _short(str(roles[node]))
-    _number_operations(graph)
+    number_operations(graph)
     returned: Any = graph.output_node().args[0]
     graph.output_node().args = (tuple(returned),)
     order = [node for node in graph.nodes if node.op == "placeholder"]
@@ -292,32 +301,6 @@ def _identifier(text: str) -> str:
 
 def _short(text: str) -> str:
     return _identifier(text.split(" ", 1)[-1]) or "batch"
-
-
-def _number_operations(graph: Graph) -> None:
-    """Number the differentiable operations; give each backward node its operation's number, module and source line.
-
-    The first node made under a sequence number is the one that autograd recorded: the number is given just before.
-    """
-    twins: dict[int, Node] = {}
-    backward = []
-    for node in graph.nodes:
-        sequence = sequence_of(node)
-        if node.op != "call_function" or sequence is None:
-            continue
-        if meta.note(node).phase is Phase.BACKWARD:
-            backward.append(node)
-        else:
-            twins.setdefault(sequence, node)
-    used = sorted({sequence for node in backward if (sequence := sequence_of(node)) in twins})
-    numbers = {sequence: number for number, sequence in enumerate(used)}
-    for sequence, number in numbers.items():
-        meta.amend(twins[sequence], operation=number)
-    for node in backward:
-        sequence = sequence_of(node)
-        if sequence in numbers:
-            at = meta.note(twins[sequence])
-            meta.amend(node, operation=numbers[sequence], module=at.module, source=at.source)
 
 
 def _sizes(program: Program, mode: FakeTensorMode, leaves: dict[str, torch.Tensor]) -> Sizes:

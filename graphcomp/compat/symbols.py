@@ -8,6 +8,7 @@ from typing import Any
 import sympy
 import torch
 from torch._dynamo.source import LocalSource
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -17,6 +18,8 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
+
+from graphcomp.compat.fakes import TracingMode
 
 __all__ = ["FakeTensorMode", "PythonPrinter", "conditions", "expression", "fake_batch_leaf", "new_fake_mode"]
 
@@ -28,7 +31,7 @@ def new_fake_mode() -> FakeTensorMode:
     become attribute nodes, which the capture then lifts or refuses by name.
     """
     env = ShapeEnv(duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-    return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    return TracingMode(shape_env=env, allow_non_fake_inputs=True)
 
 
 def fake_batch_leaf(mode: FakeTensorMode, leaf: torch.Tensor, name: str) -> torch.Tensor:
@@ -96,6 +99,12 @@ def size_value(like: object, number: sympy.Expr) -> object:
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 """What fake tensors raise when code asks for the contents of a tensor."""
+
+
+def asked_operator(error: BaseException) -> str:
+    """The operator, without its overload, that could not answer; empty if a number was asked for otherwise."""
+    operator = getattr(error, "func", None)
+    return operator.name().partition(".")[0] if isinstance(operator, OpOverload) else ""
 
 
 def hint(number: object) -> int:
