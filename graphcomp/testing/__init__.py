@@ -2,7 +2,18 @@
 
 from graphcomp.testing.parity import ParityTable, Row, check_parity
 from graphcomp.testing.ranks import run_ranks
+from graphcomp.testing.survey import Survey, survey
 from graphcomp.testing.syncs import HostSyncs
 from graphcomp.testing.virtual import VirtualStep, run_virtual
 
-__all__ = ["HostSyncs", "ParityTable", "Row", "VirtualStep", "check_parity", "run_ranks", "run_virtual"]
+__all__ = [
+    "HostSyncs",
+    "ParityTable",
+    "Row",
+    "Survey",
+    "VirtualStep",
+    "check_parity",
+    "run_ranks",
+    "run_virtual",
+    "survey",
+]

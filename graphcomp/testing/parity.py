@@ -66,7 +66,7 @@ def check_parity(
     *,
     plan: Plan | None = None,
     tolerance: float | None = None,
-    step: CompiledStep | None = None,
+    step: CompiledStep | VirtualStep | None = None,
     data_ranks: int = 1,
 ) -> ParityTable:
     """Compare one step under `plan` with eager PyTorch: loss, every metric, every gradient by name, every buffer.
@@ -75,8 +75,9 @@ def check_parity(
 
     With a mesh, every rank calls this with the microbatches of its pipeline, and each compares what it owns, of sharded
     gradients its rows. Without one, all ranks are in this process; data_ranks: how many pipelines; more than one:
-    `microbatches` is a list of lists, one for each. step: an already compiled step to compare, in the place of a new
-    one. tolerance: largest relative difference; None: by the parameters' dtype (1e-9 in fp64, 1e-5 in fp32).
+    `microbatches` is a list of lists, one for each. step: an already compiled step to compare, or one of virtual ranks,
+    in the place of a new one. tolerance: largest relative difference; None: by the parameters' dtype (1e-9 in fp64,
+    1e-5 in fp32).
 
     A plan that is cut, or has a mesh, draws other random numbers than eager PyTorch. Of a model that draws any, the
     program of one stage, which draws eager's, is compared with eager; then the step with the uncut program that it was
@@ -127,8 +128,15 @@ def check_parity(
 
 
 def _compared(
-    model: nn.Module, loss_fn: Any, microbatches: list[Any], plan: Plan, step: CompiledStep | None, data_ranks: int
+    model: nn.Module,
+    loss_fn: Any,
+    microbatches: list[Any],
+    plan: Plan,
+    step: CompiledStep | VirtualStep | None,
+    data_ranks: int,
 ) -> Compared:
+    if isinstance(step, VirtualStep):
+        return Virtual(step, microbatches)
     if step is None and plan.mesh is None:
         return Virtual(VirtualStep(model, loss_fn, plan=plan, data_ranks=data_ranks), microbatches)
     return Process(step or compile_train_step(model, loss_fn, plan=plan), microbatches)
