@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -103,8 +104,8 @@ def capture(
     def function(fakes: Sequence[torch.Tensor], batch_leaves: Sequence[torch.Tensor]) -> list[Any]:
         inputs = state.named(fakes)
         # The state stays swapped in through the backward, where a function of the user's may run a part again.
-        naming = (labels.applied(), labels.module_names(model), marked_regions(labels))
-        with naming[0], naming[1], naming[2], torch.set_grad_enabled(training):
+        rules = _rules(model, labels, inputs)
+        with labels.applied(), labels.module_names(model), rules, torch.set_grad_enabled(training):
             own = state.in_model(inputs, labels)
             with swapped_state(model, own):
                 given = dict(zip(leaves, batch_leaves, strict=True))
@@ -132,6 +133,13 @@ def capture(
         groups=groups,
         seconds=time.perf_counter() - began,
     )
+
+
+@contextlib.contextmanager
+def _rules(model: nn.Module, labels: Labels, inputs: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Within, checkpointed regions run once, and gradient hooks are traced."""
+    with marked_regions(labels), traced_hooks(model, labels, inputs):
+        yield
 
 
 def _run(

@@ -19,7 +19,7 @@ from graphcomp.capture.userfiles import is_user_file
 from graphcomp.capture.variables import Attributes, Variable, item, names_in, plain_function, variables
 from graphcomp.compat import modules as internals
 
-__all__ = ["entry_points", "item", "plain_function", "variables"]
+__all__ = ["entry_points", "hook_entries", "item", "plain_function", "variables"]
 
 Entry = tuple[Any, str]
 """A function, or attributes in its place, and the name that messages give it."""
@@ -32,6 +32,7 @@ def entry_points(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterat
     for name, module in model.named_modules():
         if "forward" in vars(module):
             roots.append((vars(module)["forward"], f"{name}.forward".lstrip(".")))
+    roots += hook_entries(model)
     walk = _Walk({id(module) for module in model.modules()})
     for kind in kinds:
         walk.add_class(kind)
@@ -41,6 +42,17 @@ def entry_points(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterat
         walk.add_object(_owner(loss_fn))
     yield from roots
     yield from walk.follow(roots)
+
+
+def hook_entries(model: nn.Module) -> Iterator[Entry]:
+    """Hooks of modules and of parameters, which run while tracing."""
+    for name, module in model.named_modules():
+        for kind in internals.HOOKS:
+            for hook in internals.hooks(module, kind):
+                yield hook, f"{name} {kind}".lstrip()
+    for name, parameter in model.named_parameters():
+        for hook in (internals.hooks_of(parameter) or {}).values():
+            yield hook, f"{name} gradient hook"
 
 
 def _owner(function: Any) -> Any:

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from graphcomp.capture.facts import Facts, Subject, TensorFacts, difference
-from graphcomp.capture.functions import entry_points, plain_function, variables
+from graphcomp.capture.functions import entry_points, hook_entries, plain_function, variables
 from graphcomp.capture.state import Captured
 from graphcomp.capture.values import Watched, freeze
 from graphcomp.compat import modules as internals
+from graphcomp.compat import tensor_parallel
 from graphcomp.errors import GuardError
 
 _UNSET = object()
@@ -184,6 +185,7 @@ def _take(
                     facts[kind, name, full] = _tensor_facts(tensor, None if first == full else first, device)
                     if first == full:
                         found.tensors.append(tensor)
+                        _take_hooks(found, watched, facts, name, full, tensor)
     found.looks = found.look()
     found.classes = list(dict.fromkeys(found.kinds))
     found.forwards = [kind.forward for kind in found.classes]
@@ -219,6 +221,15 @@ def _take_module(
         found.watch(table)
 
 
+def _take_hooks(
+    found: _Snapshot, watched: Watched, facts: dict[Subject, Hashable], owner: str, name: str, tensor: torch.Tensor
+) -> None:
+    hooks = internals.hooks_of(tensor)
+    if hooks:
+        found.watch(hooks)
+        facts["hooks", owner, f"gradient hooks of '{name}'"] = tuple(freeze(hook, watched) for hook in hooks.values())
+
+
 def _tensor_facts(tensor: torch.Tensor, same_as: str | None, device: torch.device | None) -> TensorFacts:
     placed = device if device is not None and tensor.device.type == "meta" else tensor.device
     return TensorFacts(
@@ -229,6 +240,7 @@ def _tensor_facts(tensor: torch.Tensor, same_as: str | None, device: torch.devic
         tensor.requires_grad,
         same_as,
         internals.has_hooks(tensor),
+        tensor_parallel.placed(tensor),
     )
 
 
@@ -240,9 +252,10 @@ def _take_functions(
     loss_fn: Callable[..., Any] | None,
 ) -> None:
     seen: set[int] = set()
+    hooks = {id(plain_function(hook)) for hook, _ in hook_entries(model)}  # their code is a fact of the module's
     for function, name in entry_points(model, loss_fn):
         plain = plain_function(function)
-        if plain is not None:
+        if plain is not None and id(plain) not in hooks:
             facts["function", "", name] = plain.__code__
             found.functions.append(plain)
             found.codes.append(plain.__code__)

@@ -12,14 +12,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.fx import Node
 
 from graphcomp.capture.userfiles import is_user_file
+from graphcomp.compat.tensor_parallel import loss_parallel_is_on
 from graphcomp.compat.tracing import next_sequence_number, observe_nodes, sequence_number
 from graphcomp.ir.meta import Note, Phase, annotate
 from graphcomp.ir.signature import Role
 
 _HERE = str(Path(__file__).parent) + "/"
+_ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 _ROLE, _SEQUENCE = "graphcomp_role", "graphcomp_sequence"
 
 
@@ -51,8 +54,10 @@ class Labels:
     sequence: int | None = None  # of the autograd node that runs, in backward
     role: Role | None = None  # of the node that is about to be made
     failed: str | None = None  # the innermost module that an exception left
+    hook: bool = False  # whether a gradient hook runs
     region: int | None = None  # the checkpointed region that runs
     made: list[Node] = field(default_factory=list)  # in that region, since its policy was asked last
+    parallel: dict[int, bool] = field(default_factory=dict)  # autograd nodes: whether recorded under loss_parallel
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -64,14 +69,22 @@ class Labels:
         backward = self.phase is Phase.BACKWARD
         # A custom autograd Function takes its number before its forward runs, hence "the last one given".
         node.meta[_SEQUENCE] = self.sequence if backward else next_sequence_number() - 1
+        if not backward:  # what records no autograd node has the last one's number: the first one decides
+            self.parallel.setdefault(node.meta[_SEQUENCE], loss_parallel_is_on())
         if self.role is not None:
             node.meta[_ROLE] = self.role
-        source = None if backward else user_line(sys._getframe(2))
-        is_sum = backward and self.sequence is None
+        source = None if backward and not self.hook else user_line(sys._getframe(2))
+        is_sum = backward and self.sequence is None and not self.hook and node.target in _ADDITIONS
         region = None if backward else self.region
         annotate(node, Note(self.phase, self.module, source, gradient_sum=is_sum, recompute=region))
         if region is not None:
             self.made.append(node)
+
+    def _was_parallel(self, number: int) -> bool:
+        """Whether an autograd node was recorded under `loss_parallel`. What that makes of an operator takes numbers of
+        its own, so the first nodes made for it may have a later one."""
+        later = next((each for each in self.parallel if each >= number), None)  # they ascend
+        return later is not None and self.parallel[later]
 
     @contextlib.contextmanager
     def standing_for(self, role: Role) -> Iterator[None]:
@@ -110,8 +123,11 @@ class Labels:
 
     @contextlib.contextmanager
     def backward_of(self, root: torch.Tensor) -> Iterator[None]:
-        """Within, the backward of `root` may run; its nodes learn which autograd node makes them."""
-        pending, seen = [root.grad_fn], set()
+        """Within, the backward of `root` may run; its nodes learn which autograd node makes them.
+
+        Each of these runs under `loss_parallel` if it was recorded under that.
+        """
+        pending, seen, contexts = [root.grad_fn], set(), contextlib.ExitStack()
         while pending:
             function: Any = pending.pop()
             if function is None or function in seen:
@@ -122,16 +138,22 @@ class Labels:
 
             def before(_gradients: object, number: int = number) -> None:
                 self.sequence = number
+                if self._was_parallel(number):
+                    contexts.enter_context(loss_parallel())
 
             def after(_inputs: object, _outputs: object) -> None:
                 self.sequence = None
+                contexts.close()
 
             function.register_prehook(before)
             function.register_hook(after)
         self.phase, self.module = Phase.BACKWARD, None
         # One thread: the labels are plain attributes, and node order must be the same on every run.
-        with torch.autograd.set_multithreading_enabled(False):
-            yield
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
+        finally:
+            contexts.close()
 
 
 def role_of(node: Node) -> Role | None:

@@ -11,25 +11,12 @@ from typing import Any
 from torch import nn
 
 from graphcomp.capture.labels import Labels, error_line
-from graphcomp.compat.modules import has_hooks
 from graphcomp.compat.symbols import DATA_DEPENDENT
 from graphcomp.errors import CaptureError, StateError
 from graphcomp.ir import meta
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
 from graphcomp.ir.randomness import draws
-
-
-def check_hooks(model: nn.Module) -> None:
-    """Refuse hooks on parameters: autograd would call them, a program cannot."""
-    check_buffers(model)
-    for name, parameter in model.named_parameters():
-        if has_hooks(parameter):
-            raise StateError(
-                f"parameter '{name}' has a gradient hook, which a compiled step would not call",
-                where=type(model).__name__,
-                do="remove the hook and change the gradient in .grad after the step",
-            )
 
 
 def check_buffers(model: nn.Module) -> None:

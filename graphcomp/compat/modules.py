@@ -59,7 +59,18 @@ def hooks(module: nn.Module, kind: str) -> list[Any]:
     return list(getattr(module, HOOKS[kind]).values())
 
 
+def backward_hook_tables(module: nn.Module) -> tuple[dict[Any, Any], ...]:
+    """The live tables of the hooks that run in a module's backward."""
+    return module._backward_pre_hooks, module._backward_hooks
+
+
+def global_backward_hook_tables() -> tuple[dict[Any, Any], ...]:
+    """The same for hooks of all modules."""
+    every = nn.modules.module
+    return every._global_backward_pre_hooks, every._global_backward_hooks
+
+
 def global_hooks() -> tuple[Mapping[Any, Any], ...]:
     """The live tables of hooks that run for all modules."""
     every = nn.modules.module
-    return every._global_forward_pre_hooks, every._global_forward_hooks
+    return every._global_forward_pre_hooks, every._global_forward_hooks, *global_backward_hook_tables()

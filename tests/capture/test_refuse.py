@@ -119,17 +119,6 @@ def test_sparse_gradient() -> None:
         capture(model, loss_fn, batch())
 
 
-def test_gradient_hook_on_a_parameter() -> None:
-    model = Net()
-    model.hidden.weight.register_hook(lambda gradient: gradient * 3)
-    with refused(StateError, model, "parameter 'hidden.weight' has a gradient hook", "Net", "what to do: remove"):
-        capture(model, loss_fn, batch())
-    model = Net()
-    model.head.bias.register_post_accumulate_grad_hook(lambda parameter: None)
-    with refused(StateError, model, "parameter 'head.bias' has a gradient hook"):
-        capture(model, loss_fn, batch())
-
-
 def count_calls(model: Any, h: Tensor) -> Tensor:
     model.calls = getattr(model, "calls", 0) + 1
     return h
