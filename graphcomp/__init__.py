@@ -39,11 +39,11 @@ __all__ = [
     "token_loss",
 ]
 
-_LAZY = ("inspect", "testing")
+_LAZY = ("checkpoint", "inspect", "testing")
 
 
 def __getattr__(name: str) -> Any:
-    """`graphcomp.testing` and `graphcomp.inspect` read everything and are imported only when asked for."""
+    """`graphcomp.checkpoint`, `.inspect` and `.testing` read everything and are imported only when asked for."""
     if name in _LAZY:
         return importlib.import_module(f"graphcomp.{name}")
     raise AttributeError(f"module 'graphcomp' has no attribute '{name}'")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,7 @@ from graphcomp.runtime.prologue import Counts
 from graphcomp.runtime.result import StepResult
 from graphcomp.runtime.signals import signals_held
 from graphcomp.runtime.state import LiveState, Writes
-
-Result = TypeVar("Result")
+from graphcomp.runtime.together import Together
 
 
 @dataclass(frozen=True)
@@ -109,6 +108,7 @@ class Engine:
         self.counting = Counting(layout)
         self.progress = Progress()
         self.failures = Failures(layout, self.progress, self._shared_groups)
+        self.together = Together(self.agreement, self.failures, self.progress, self.require_usable)
         self.followed: Hashable = None
         self._scales: dict[tuple[float, torch.dtype], torch.Tensor] = {}
 
@@ -285,39 +285,13 @@ class Engine:
         self.progress.doing = "bringing the results together"
         return self._finish(step, counts, results, collectives, looking)
 
-    def together(self, doing: str, work: Callable[[], Result]) -> Result:
-        """What `work` returns, which all ranks do between steps."""
-        self.require_usable()
-        self.progress.begin(doing)
-        self.progress.come_to("closing", doing)  # one rank may have done it when another fails
-        return self.failures.guarded(work)
-
-    def agreed(self, what: str, look: Callable[[], Result], alike: str = "") -> Result:
-        """What `look` returns, which changes nothing; if it raises, all ranks raise, and the step may be used on.
-
-        what: completes "rank 1 could not ...". alike: what must be the same on all ranks.
-        """
-        self.require_usable()
-        self.progress.begin(f"about to {what}")
-        return self.failures.guarded(lambda: self._agreed(what, look, alike), self.agreement.known)
-
-    def _agreed(self, what: str, look: Callable[[], Result], alike: str) -> Result:
-        try:
-            found = look()
-        except Exception as error:
-            self.agreement.share("", error, what)
-            raise
-        self.agreement.share("", None, what)
-        self.agreement.alike({what: alike})
-        return found
-
     def materialize(self, recipe: Recipe) -> None:
         """Give memory and first values to what this rank holds on meta: now, or once the model is cut."""
-        materialize = self.agreed(
+        work = self.together.look(
             "materialise the model", lambda: self.preparation.materialisation(recipe), f"seed={recipe.seed!r}"
         )
         self.preparation.recipe = recipe
-        self.together("materialising the model", materialize)
+        self.together.do("materialising the model", work)
         self.state.refresh()
 
     def count(self, step: BoundStep) -> Counts:

@@ -7,6 +7,7 @@ __all__ = [
     "BackendError",
     "BatchError",
     "CaptureError",
+    "CheckpointError",
     "GraphcompError",
     "GuardError",
     "LossError",
@@ -108,6 +109,10 @@ class BackendError(GraphcompError):
 
 class AgreementError(GraphcompError):
     """Ranks were given different programs, batches or plans. Shows the first disagreement."""
+
+
+class CheckpointError(GraphcompError):
+    """Weights or a checkpoint cannot be read or written, or do not fit the model: names, shapes, an optimizer."""
 
 
 class ParityError(GraphcompError):

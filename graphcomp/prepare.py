@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
+from graphcomp.compat.tensor_parallel import local_part, placed
 from graphcomp.compiler import GraphCompiler, RankPrograms, Specialisation
 from graphcomp.dataparallel.contribution import Contribution, combine, contribution
 from graphcomp.dataparallel.spec import Shards, Spec
@@ -19,15 +20,16 @@ from graphcomp.runtime.closing import Closing
 from graphcomp.runtime.exchanges import Exchanges, exchanges
 from graphcomp.runtime.executor import RankExecutor
 from graphcomp.runtime.fingerprint import CheckedTransport, Steps
-from graphcomp.runtime.initial import Recipe
+from graphcomp.runtime.initial import Initialiser, Recipe
 from graphcomp.runtime.layout import Layout
 from graphcomp.runtime.link import Callables, StepCalls
 from graphcomp.runtime.lower import distinct
-from graphcomp.runtime.materialize import Holding, initialisation, on_meta
+from graphcomp.runtime.materialize import Holding, allocation, initialisation, on_meta
 from graphcomp.runtime.replicas import copy_from_first
 from graphcomp.runtime.shards import shard_parameters, sharding_text
 from graphcomp.runtime.state import LiveState
 from graphcomp.runtime.step_calls import process_calls, virtual_calls
+from graphcomp.runtime.tensor_ranks import values_text
 from graphcomp.runtime.transport import ProcessTransport, Transport, VirtualNetwork, VirtualTransport
 
 KEPT = 64
@@ -87,7 +89,7 @@ class Preparation:
         self._contributions: dict[int, Contribution] = {}
         self._homes: Mapping[str, tuple[int, ...]] = {}
         self._steps = Steps()
-        self._spread = False
+        self._spread = self._begun = False
         self.recipe: Recipe | None = None
         """How to initialise what this rank comes to hold and has on meta."""
         self.spreading = False
@@ -118,7 +120,9 @@ class Preparation:
         grid = self.agreement.grid
         self.agreement.share(_model_text(self.compiler.model), None, "", grid.everyone)
         if self.layout.side is not None:
-            self.agreement.alike({one.kind: one.text_to_compare for one in one_of_each.values()})
+            # Tensor ranks hold different parts; what they do together is compared before every step.
+            own = f"tensor rank {self.layout.tensor_rank}: "
+            self.agreement.alike({own + one.kind: one.text_to_compare for one in one_of_each.values()})
         homes = self._agree_on_homes(list(one_of_each.values()), outputs)
         failure: Exception | None = None
         made: dict[Key, _Compiled] = {}
@@ -137,9 +141,14 @@ class Preparation:
             failure = error
         conditions = {number: one.joint.sizes.conditions for number, one in one_of_each.items()}
         contributions = [one.own for one in made.values()]
-        shared = self.agreement.share(wire, failure, "prepare the step", more=(conditions, contributions))
+        shared = self.agreement.share(
+            wire, failure, "prepare the step", grid.pipelines, more=(conditions, contributions)
+        )
         if failure is not None:
             raise failure
+        if self.layout.tensor is not None and not self._begun:
+            where = f"data rank {self.layout.data_rank}, stage {self.layout.rank}"
+            self.agreement.alike({where: values_text(self.compiler.model)})
         self.agreement.alike({f"parameters of stage {self.layout.rank}": to_shard})
         for theirs, _ in shared[self.layout.data_rank if len(shared) > 1 else 0]:
             for number, one in one_of_each.items():
@@ -156,7 +165,7 @@ class Preparation:
             while len(self._compiled) >= KEPT:
                 del self._compiled[next(iter(self._compiled))]
             self._compiled[key] = compiled
-        self._homes = homes
+        self._homes, self._begun = homes, True
         self.state.refresh()
 
     @property
@@ -184,6 +193,24 @@ class Preparation:
         """
         names = [name for name in on_meta(self.compiler.model) if self.is_placed and self.holds(name)]
         return initialisation(self.compiler.model, recipe, names, self.holding)
+
+    def memory(self, filled: Collection[str], init: Initialiser | None) -> Callable[[], None]:
+        """What gives memory to all that this process holds on meta: first values where the caller fills in none.
+
+        Raises StateError for what cannot be placed or initialised.
+        """
+        model = self.compiler.model
+        held = [name for name in on_meta(model) if self.holds(name)]
+        empty = [name for name in held if name in filled]
+        others = [name for name in held if name not in filled]
+        allocate = allocation(model, empty, self.holding)
+        initialise = initialisation(model, Recipe(init), others, self.holding, others) if others else _nothing
+
+        def give() -> None:
+            allocate()
+            initialise()
+
+        return give
 
     @property
     def _shards(self) -> bool:
@@ -297,7 +324,7 @@ class Preparation:
             return None
         plan, ranks = self.compiler.plan, self.layout.data_ranks
         specs = {
-            name: Spec(name, tuple(parameter.shape), parameter.dtype, self.layout.device.type)
+            name: Spec(name, tuple(local_part(parameter).shape), parameter.dtype, self.layout.device.type)
             for name, parameter in self.compiler.model.named_parameters()
         }
         sharded = {n: Shards(spec, ranks) for n, spec in specs.items() if plan.parameters == "shard" and spec.shape}
@@ -329,7 +356,7 @@ def _nothing() -> None:
 def _model_text(model: nn.Module) -> str:
     """What all ranks must have in common from the start."""
     return "\n".join(
-        f"parameter '{name}' {tuple(p.shape)} {p.dtype}, requires_grad={p.requires_grad}"
+        f"parameter '{name}' {tuple(p.shape)} {p.dtype}, requires_grad={p.requires_grad} {placed(p)}".rstrip()
         for name, p in model.named_parameters()
     )
 

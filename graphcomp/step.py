@@ -25,6 +25,7 @@ from graphcomp.runtime.hooks import Hook, Looking
 from graphcomp.runtime.initial import Initialiser, Recipe
 from graphcomp.runtime.layout import Layout, check_layout, make_layout
 from graphcomp.runtime.result import StepResult
+from graphcomp.runtime.tensor_ranks import check_parts
 
 Outputs = Literal["none", "local", "all"]
 _OUTPUTS = ("none", "local", "all")
@@ -56,7 +57,7 @@ class CompiledStep:
         self.compiler = GraphCompiler(model, loss_fn, plan, rank=self.rank, data_ranks=layout.data_ranks)
         self.stats = Stats()
         self._dispatcher = Dispatcher(self.compiler, layout.device)
-        self._engine = Engine(self.compiler, layout)
+        self.engine = Engine(self.compiler, layout)
         self.latest: list[Specialisation] = []
         self._prepared: Prepared | None = None
         self._hooks: OrderedDict[int, Hook] = OrderedDict()
@@ -78,7 +79,7 @@ class CompiledStep:
         """
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise PlanError("the seed of materialize is a whole number", got=repr(seed))
-        self._engine.materialize(Recipe(init, seed))
+        self.engine.materialize(Recipe(init, seed))
 
     def __call__(
         self,
@@ -109,7 +110,7 @@ class CompiledStep:
         Raises what a step raises; nothing is changed then.
         """
         ran = self._run(microbatches, Options(True, outputs, holds=True, inspects=self._inspects), {})
-        return HeldStep(ran.result, ran.gradients, self._engine.state)
+        return HeldStep(ran.result, ran.gradients, self.engine.state)
 
     def on_microbatch(self, hook: Hook) -> RemovableHandle:
         """Call `hook(result)` for each microbatch of every later training step; `remove()` of the handle ends that.
@@ -131,7 +132,7 @@ class CompiledStep:
 
         For a mean loss: the number of microbatches. 0-dim tensors by loss name, lazy. All ranks must call it.
         """
-        return dict(self._engine.count(self._bind(microbatches, Options(runs=False))).tokens)
+        return dict(self.engine.count(self._bind(microbatches, Options(runs=False))).tokens)
 
     def evaluate(self, microbatches: Iterable[Any], outputs: Outputs = "none") -> StepResult:
         """Forward and loss only, in eval mode.
@@ -148,10 +149,37 @@ class CompiledStep:
         What no stage uses, the first one owns. Before the first step or `compile(example)` no stage is known; then this
         raises StepError on a cut plan.
         """
-        self._placed()
-        for name, parameter in self.model.named_parameters():
-            if self._engine.preparation.holds(name):
-                yield name, parameter
+        owns = self.owner()
+        yield from ((name, parameter) for name, parameter in self.model.named_parameters() if owns(name))
+
+    def owner(self) -> Callable[[str], bool]:
+        """A function that says whether this rank owns the parameter or buffer of a name. Raises as above."""
+        if not self.engine.preparation.is_placed:
+            raise StepError(
+                "it is not known yet which stage owns what", do="run a step, or call step.compile(example) first"
+            )
+        return self.engine.preparation.holds
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `model.state_dict()`, with the same names: what this rank owns of it, in the memory of the model.
+
+        Persistent buffers and the extra state of modules are in it; a sharded parameter is a DTensor. Raises StepError
+        on a cut plan before a first step or `compile(example)`.
+        """
+        from graphcomp.checkpoint.entries import owned_state
+
+        return owned_state(self)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
+        """Copy into the model what this rank owns of a dict by the model's names; all ranks must call it.
+
+        state: whole tensors, of all that the model has or of what this rank owns; or what `state_dict()` returned on
+        this rank. Returns the names that are missing, and those that are not the model's; with `strict` it raises for
+        them. Raises CheckpointError before any effect, on all ranks. A model on meta is given memory.
+        """
+        from graphcomp.checkpoint.weights import load_state_dict
+
+        return load_state_dict(self, state, strict)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The user's own parameters that this rank owns."""
@@ -168,7 +196,7 @@ class CompiledStep:
 
     def together(self, doing: str, work: Callable[[], Result]) -> Result:
         """Do what all ranks do together between steps: an error on one of them becomes an error on all."""
-        return self._engine.together(doing, work)
+        return self.engine.together.do(doing, work)
 
     def explain(self) -> str:
         """The plan as text: stages, boundaries, parameters, FLOPs, bytes, schedule, bubble and peak memory."""
@@ -202,13 +230,13 @@ class CompiledStep:
             raise PlanError(f"unknown outputs={options.outputs!r}", expected=", ".join(map(repr, _OUTPUTS)))
         stats = self.stats
         looking = Looking(stats.steps, tuple(self._hooks.values()))
-        ran = self._engine.run(self._bind(microbatches, options), tokens, looking)
+        ran = self.engine.run(self._bind(microbatches, options), tokens, looking)
         stats.steps += options.training
         stats.messages, stats.bytes_sent, stats.collectives = ran.messages, ran.bytes_sent, ran.collectives
         return ran
 
     def _bind(self, microbatches: Iterable[Any], options: Options) -> BoundStep:
-        bound = self._engine.bind(self._dispatcher, [microbatches], options)
+        bound = self.engine.bind(self._dispatcher, [microbatches], options)
         self.stats.traces, self.stats.programs = self.compiler.traces, self.compiler.backend.programs
         if options.training:
             line = bound.lines[0]
@@ -220,12 +248,6 @@ class CompiledStep:
         if self._prepared is None:
             raise StepError("nothing is compiled yet", do="run a step, or call step.compile(example) first")
         return self._prepared
-
-    def _placed(self) -> None:
-        if not self._engine.preparation.is_placed:
-            raise StepError(
-                "it is not known yet which stage owns what", do="run a step, or call step.compile(example) first"
-            )
 
 
 def _denominators(tokens: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -260,6 +282,7 @@ def compile_train_step(
     """
     plan = plan or Plan()
     check_layout(plan)
+    check_parts(plan, model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise PlanError(
             "the model has nothing to train: no parameter requires a gradient",

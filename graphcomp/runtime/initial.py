@@ -82,10 +82,13 @@ class _Call:
 class Initial:
     """The first values of what a model has on meta. Making one tries all functions on meta and allocates nothing.
 
-    Raises StateError, naming it, for a tensor that no function initialises, or that cannot be initialised by itself.
+    needed: the names that must get values; None: all on meta. Raises StateError, naming it, for one of them that no
+    function initialises, or that cannot be initialised by itself.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, device: torch.device, needed: Collection[str] | None = None
+    ) -> None:
         self.recipe, self.device = recipe, device
         self._slots = slots_of(model)
         self._stand_ins = {slot: _on_meta(slot.tensor) for slot in self._slots}
@@ -106,7 +109,7 @@ class Initial:
             with self._alone():
                 for call in _calls(model, recipe.init):
                     self._try(call)
-        missing = [slot for slot in missing if not self._writers[slot]]
+        missing = [s for s in missing if not self._writers[s] and (needed is None or s.name in needed)]
         if missing:
             given = "init" if recipe.init is not None else "reset_parameters() of its module"
             raise StateError(
@@ -145,6 +148,8 @@ class Initial:
     def _alone(self) -> Iterator[None]:
         """The model on meta, within, and generators of which nobody notices that they were used."""
         names = [self.device] if self.device.type != "cpu" else []
+        places = [(slot.table, slot.key) for slot in self._slots] + [(table, key) for table, key, _ in self._further]
+        before = [(table, key, table[key]) for table, key in places]
         try:
             with torch.random.fork_rng(names, device_type=self.device.type if names else "cuda"), torch.no_grad():
                 for slot, tensor in self._stand_ins.items():
@@ -153,9 +158,7 @@ class Initial:
                     table[key] = _on_meta(tensor, anew=True)
                 yield
         finally:
-            for slot in self._slots:
-                slot.table[slot.key] = slot.tensor
-            for table, key, tensor in self._further:
+            for table, key, tensor in before:
                 table[key] = tensor
 
     def _try(self, call: _Call) -> None:

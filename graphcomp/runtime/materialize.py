@@ -37,6 +37,13 @@ class Holding:
         begin = min(self.mesh.get_local_rank() * of.chunk, of.rows)
         return slice(begin, begin + of.rows_of(self.mesh.get_local_rank()))
 
+    def empty(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory for this rank's part of a tensor."""
+        rows = self.rows(name, tensor)
+        if rows is None:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+        return torch.empty((rows.stop - rows.start, *tensor.shape[1:]), dtype=tensor.dtype, device=self.device)
+
     def part(self, name: str, tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of the values of a tensor, with memory of its own if it is not the whole."""
         rows = self.rows(name, tensor)
@@ -71,19 +78,29 @@ def _check_place(slot: Slot, split: bool) -> None:
     raise StateError(f"parameter '{slot.name}' cannot be materialised in place", got=got, do=do)
 
 
-def initialisation(model: nn.Module, recipe: Recipe, names: Collection[str], holding: Holding) -> Callable[[], None]:
+def initialisation(
+    model: nn.Module, recipe: Recipe, names: Collection[str], holding: Holding, needed: Collection[str] | None = None
+) -> Callable[[], None]:
     """What gives these of the tensors on meta their first values. The whole of the others is never made.
 
-    Raises StateError for what cannot be initialised: also what is not among `names`, so that all ranks raise alike.
+    Raises StateError for what cannot be initialised of all that is needed (None: of all on meta), also if it is not
+    among `names`: so all ranks raise alike.
     """
     check_places(model, holding)
     slots = on_meta(model)
-    initial = Initial(model, recipe, holding.device)
+    initial = Initial(model, recipe, holding.device, needed)
 
     def part(name: str, whole: torch.Tensor) -> torch.Tensor:
         return holding.part(name, slots[name].tensor, whole)
 
     return lambda: place(model, initial.values(names, part), holding)
+
+
+def allocation(model: nn.Module, names: Collection[str], holding: Holding) -> Callable[[], None]:
+    """What gives these of the tensors on meta memory without values. Raises StateError if that cannot be done."""
+    check_places(model, holding)
+    slots = on_meta(model)
+    return lambda: place(model, {name: holding.empty(name, slots[name].tensor) for name in names}, holding)
 
 
 def place(model: nn.Module, values: Mapping[str, torch.Tensor], holding: Holding) -> None:
