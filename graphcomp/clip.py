@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients, over every stage and every data rank's rows, each parameter once."""
+"""Clipping by the norm of all gradients, over all stages and all parts of parameters, each parameter once."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from graphcomp.compat.sharded import local_rows
+from graphcomp.compat.tensor_parallel import is_part
 from graphcomp.errors import PlanError
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 def clip_grad_norm_(step: CompiledStep, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale the gradients in place so that their norm over the whole model is at most `max_norm`.
 
-    The norm counts each parameter once: also one that several stages hold, one that every data rank holds whole, and
-    one of which each data rank holds some rows. norm_type: positive, or infinity.
+    The norm counts each parameter once: also one that several stages hold, one that every data or tensor rank holds
+    whole, and one of which each of them holds a part. norm_type: positive, or infinity.
 
     Returns the norm before clipping: 0-dim, on this rank's device, equal on all ranks; nothing waits for it. All ranks
     must call this. In one process it is what `torch.nn.utils.clip_grad_norm_` computes.
@@ -40,11 +41,13 @@ def clip_grad_norm_(step: CompiledStep, max_norm: float, norm_type: float = 2.0)
 
 
 def _clip(step: CompiledStep, max_norm: float, norm_type: float) -> torch.Tensor:
-    # What is whole is the same on all data ranks: the first one counts it.
-    counted = [one for one in _held(step.counted_parameters()) if one.split or step.layout.data_rank == 0]
+    # What is whole is the same on all ranks along an axis: the first one counts it.
+    firsts = {axis for axis, rank in (("data", step.layout.data_rank), ("tp", step.layout.tensor_rank)) if rank == 0}
+    counted = [one for one in _held(step.counted_parameters()) if firsts | {one.split_over} >= {"data", "tp"}]
     own = [one.grad for one in counted if one.grad.numel()]  # no rows have no largest element
     norm = get_total_norm(own, norm_type).to(step.layout.device)
-    groups = [group for group in (step.layout.data, step.layout.closing) if group is not None]
+    layout = step.layout
+    groups = [group for group in (layout.data, layout.tensor, layout.closing) if group is not None]
     if groups:
         power = norm.double() if math.isinf(norm_type) else norm.double() ** norm_type
         for group in groups:
@@ -65,12 +68,19 @@ def _combined(power: torch.Tensor, group: dist.ProcessGroup, norm_type: float) -
 
 @dataclass(frozen=True)
 class _Held:
-    """A gradient as this rank has it in memory, and whether other data ranks have other rows of it."""
+    """A gradient as this rank has it in memory, and the axis along which other ranks have other parts of it, if any:
+    "tp", or "data" for data ranks."""
 
     grad: torch.Tensor
-    split: bool
+    split_over: str | None
 
 
 def _held(parameters: Iterable[torch.Tensor]) -> list[_Held]:
     gradients = [p.grad for p in parameters if p.grad is not None]
-    return [_Held(local_rows(gradient), isinstance(gradient, DTensor)) for gradient in gradients]
+    return [_Held(local_rows(gradient), _split_over(gradient)) for gradient in gradients]
+
+
+def _split_over(gradient: torch.Tensor) -> str | None:
+    if not isinstance(gradient, DTensor) or all(placement.is_replicate() for placement in gradient.placements):
+        return None
+    return "tp" if is_part(gradient) else "data"

@@ -6,6 +6,7 @@ all its microbatches and ranks. It all runs under tracing: nothing is decided on
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 from graphcomp.errors import LossError
 
@@ -101,23 +104,44 @@ def token_loss(logits: Tensor, labels: Tensor, ignore_index: int = -100, **cross
     cross_entropy_options: `label_smoothing`, `weight` (classes,), as in `torch.nn.functional.cross_entropy`;
         neither changes the number of tokens.
 
+    Logits whose classes are laid out over tensor ranks (a DTensor) stay so: each rank works on its classes, as under
+    `torch.distributed.tensor.parallel.loss_parallel`, and there are no options. In eager code the backward has to run
+    in that context; in a step it does.
+
     Half precision is computed in fp32. No valid label, or no row at all: a total of exactly 0, and 0 tokens.
     Raises LossError for shapes that do not fit, labels that are no integers, and unknown options.
     """
     _check_cross_entropy(logits, labels, cross_entropy_options)
+    context: Any = contextlib.nullcontext()
+    if isinstance(logits, DTensor):
+        logits, context = _over_tensor_ranks(logits, cross_entropy_options)
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if cross_entropy_options.get("weight") is not None:
         cross_entropy_options["weight"] = cross_entropy_options["weight"].to(scores)
     if logits.dim() == 1:
         scores, labels = scores.unsqueeze(0), labels.unsqueeze(0)
-    total = F.cross_entropy(
-        scores.flatten(0, -2),
-        labels.flatten().long(),
-        ignore_index=ignore_index,
-        reduction="sum",
-        **cross_entropy_options,
-    )
+    with context:
+        total = F.cross_entropy(
+            scores.flatten(0, -2),
+            labels.flatten().long(),
+            ignore_index=ignore_index,
+            reduction="sum",
+            **cross_entropy_options,
+        )
     return TokenLoss(total, (labels != ignore_index).sum())
+
+
+def _over_tensor_ranks(logits: DTensor, options: dict[str, Any]) -> tuple[Tensor, Any]:
+    """The logits to compute a loss of, and the context for that."""
+    if not any(placement.is_shard(logits.dim() - 1) for placement in logits.placements):
+        return logits.full_tensor(), contextlib.nullcontext()
+    if options.get("weight") is not None or options.get("label_smoothing"):
+        raise LossError(
+            "token_loss has no options where the classes are laid out over tensor ranks",
+            got=", ".join(options),
+            do="give it the whole logits: ColwiseParallel(output_layouts=Replicate()), or logits.full_tensor()",
+        )
+    return logits, loss_parallel()
 
 
 def mean_loss(x: Tensor) -> MeanLoss:

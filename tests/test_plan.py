@@ -123,13 +123,11 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
         '  what to do: init_device_mesh(..., mesh_dim_names=("pp",)) under torchrun; or try it with'
         " testing.run_virtual",
     ),
-    *(
-        (
-            {"mesh": Mesh((1, 2), ("pp", axis))},
-            f"the mesh's axis '{axis}' is larger than 1, which is not supported yet\n  expected: {axis}=1\n"
-            f"  got: {axis}=2\n  what to do: see docs/limits.md",
-        )
-        for axis in ("tp",)
+    (
+        {"mesh": Mesh((1, 2), ("pp", "tp")), "parameters": "shard"},
+        "parameters are not sharded over data ranks and laid out over tensor ranks at once\n"
+        "  expected: parameters='replicate', or a mesh without the axis 'tp'\n  got: parameters='shard', tp=2\n"
+        "  what to do: see docs/limits.md",
     ),
     (
         {"mesh": Mesh((2,), ("pp",))},

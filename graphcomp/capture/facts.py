@@ -18,7 +18,7 @@ Subject = tuple[str, str, str]
 class TensorFacts:
     """What a program depends on in a parameter or buffer; never its contents, nor which object it is.
 
-    same_as: for a tied tensor its first name, else None.
+    same_as: for a tied tensor its first name, else None. placed: how it is laid out over tensor ranks.
     """
 
     shape: tuple[int, ...]
@@ -28,6 +28,7 @@ class TensorFacts:
     requires_grad: bool
     same_as: str | None
     hooked: bool
+    placed: str = ""
 
 
 class Facts:
@@ -120,6 +121,9 @@ def _tensor(was: TensorFacts | None, now: TensorFacts | None) -> list[str]:
         found.append("had a gradient hook and has none" if was.hooked else "has a new gradient hook")
     if was.same_as != now.same_as:
         before, after = (f"tied to '{x.same_as}'" if x.same_as else "not tied" for x in (was, now))
+        found.append(f"was {before} and is {after}")
+    if was.placed != now.placed:
+        before, after = (x.placed or "a plain tensor" for x in (was, now))
         found.append(f"was {before} and is {after}")
     for facet in ("shape", "stride", "dtype", "device"):
         if getattr(was, facet) != getattr(now, facet):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Node
 
 from graphcomp.capture.functions import entry_points, item, variables
+from graphcomp.capture.labels import Labels
 from graphcomp.compat import modules as internals
 from graphcomp.compat.symbols import FakeTensorMode
+from graphcomp.compat.tensor_parallel import is_part, local_part, whole_like
 from graphcomp.errors import CaptureError, StateError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
@@ -23,36 +25,53 @@ from graphcomp.ir import signature as role
 
 @dataclass(frozen=True)
 class State:
-    """Parameters and buffers of a model, by original name (a tied one once), as fake tensors."""
+    """Parameters and buffers of a model, by original name (a tied one once), as fake tensors.
+
+    parts: those that are laid out over tensor ranks, as they are in the model.
+    """
 
     roles: tuple[role.Param | role.Buffer, ...]
     fakes: tuple[torch.Tensor, ...]
+    parts: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
     def fake(model: nn.Module, mode: FakeTensorMode, device: torch.device | None) -> State:
         """Fakes of the model's state; tensors on meta are given the device on which they will live.
 
-        A parameter whose rows are split over data ranks is whole here. Parameters are made anew, not converted: a fake
-        mode keeps weak references to what it converts, and what is referred to cannot be sharded in place later.
+        A parameter whose rows are split over data ranks is whole here; of one that is laid out over tensor ranks it is
+        this rank's part. Parameters are made anew, not converted: a fake mode keeps weak references to what it
+        converts, and what is referred to cannot be sharded in place later.
         """
 
-        def fake(tensor: torch.Tensor) -> torch.Tensor:
-            plain = type(tensor) is nn.Parameter and tensor.layout is torch.strided
+        def fake(given: torch.Tensor) -> torch.Tensor:
+            tensor = local_part(given)
+            plain = (type(tensor) is nn.Parameter or tensor is not given) and tensor.layout is torch.strided
             if tensor.device.type != "meta" and not plain and not isinstance(tensor, DTensor):
                 return mode.from_tensor(tensor, static_shapes=True)
             at = tensor.device if tensor.device.type != "meta" else device or torch.device("cpu")
             with mode:
                 placed = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=at)
-            if isinstance(tensor, nn.Parameter):
-                return nn.Parameter(placed, tensor.requires_grad)
-            return placed.requires_grad_(tensor.requires_grad)
+            if isinstance(given, nn.Parameter):
+                return nn.Parameter(placed, given.requires_grad)
+            return placed.requires_grad_(given.requires_grad)
 
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         roles: list[role.Param | role.Buffer] = [*map(role.Param, parameters), *map(role.Buffer, buffers)]
-        return State(tuple(roles), tuple(map(fake, (*parameters.values(), *buffers.values()))))
+        state = {**parameters, **buffers}
+        parts = {name: tensor for name, tensor in state.items() if is_part(tensor)}
+        return State(tuple(roles), tuple(map(fake, state.values())), parts)
 
     def named(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         return {what.name: value for what, value in zip(self.roles, values, strict=True)}
+
+    def in_model(self, named: Mapping[str, torch.Tensor], labels: Labels) -> dict[str, torch.Tensor]:
+        """What takes the place of the state in the model: DTensors made of the parts of this rank, all else itself."""
+        found = dict(named)
+        for name, like in self.parts.items():
+            labels.module = name.rpartition(".")[0]
+            found[name] = whole_like(named[name], like)
+        labels.module = None
+        return found
 
 
 @contextlib.contextmanager

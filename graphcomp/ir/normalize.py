@@ -46,7 +46,8 @@ def lift_sizes(graph: Graph, mode: FakeTensorMode, inputs: Mapping[str, Node]) -
     """Replace each node that computes a size by the size's input, or by the plain number it is known to be.
 
     `inputs`: the placeholder of every symbol, by name. Integer nodes that are proper expressions stay, now computed
-    from those placeholders; reads of a tensor's shape are rebuilt from the same placeholders.
+    from those placeholders; reads of a tensor's shape are rebuilt from the same placeholders, and so is what the tracer
+    made of a size that it had not seen computed: sums and products of many at once.
     """
     for node in list(graph.nodes):
         number = number_of(node, mode) if node.op == "call_function" else None
@@ -56,12 +57,16 @@ def lift_sizes(graph: Graph, mode: FakeTensorMode, inputs: Mapping[str, Node]) -
             replace_by_number(node, number)
         elif number.is_Symbol and str(number) in inputs:
             node.replace_all_uses_with(inputs[str(number)])
-        elif node.target in SHAPE_READS:
+        elif node.target in SHAPE_READS or _is_of_many(node):
             with graph.inserting_before(node):
                 node.replace_all_uses_with(_build(graph, number, inputs, node))
         else:
             continue
         graph.erase_node(node)
+
+
+def _is_of_many(node: Node) -> bool:
+    return node.target is torch.sym_sum or (node.target is operator.mul and len(node.args) > 2)
 
 
 def replace_by_number(node: Node, number: int) -> None:

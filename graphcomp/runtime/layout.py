@@ -81,14 +81,13 @@ def check_layout(plan: Plan) -> None:
                 do='init_device_mesh(..., mesh_dim_names=("pp",)) under torchrun; or try it with testing.run_virtual',
             )
         return
-    for axis in ("tp",):
-        if plan.axis(axis) > 1:
-            raise PlanError(
-                f"the mesh's axis '{axis}' is larger than 1, which is not supported yet",
-                expected=f"{axis}=1",
-                got=f"{axis}={plan.axis(axis)}",
-                do="see docs/limits.md",
-            )
+    if plan.axis("tp") > 1 and plan.parameters == "shard":
+        raise PlanError(
+            "parameters are not sharded over data ranks and laid out over tensor ranks at once",
+            expected="parameters='replicate', or a mesh without the axis 'tp'",
+            got=f"parameters='shard', tp={plan.axis('tp')}",
+            do="see docs/limits.md",
+        )
     if not dist.is_initialized():
         raise PlanError(
             "the plan has a mesh, but this process is in no process group",

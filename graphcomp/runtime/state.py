@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from graphcomp.compat.modules import own_buffers, own_parameters
 from graphcomp.compat.sharded import local_rows, sharded_like
+from graphcomp.compat.tensor_parallel import is_part, local_part
 from graphcomp.dataparallel.rows import pad
 from graphcomp.dataparallel.spec import Shards, Spec
 from graphcomp.errors import StateError, StepError
@@ -72,13 +73,19 @@ class LiveState:
         self._parameters = {name: _place(model, name, own_parameters) for name, _ in model.named_parameters()}
         self._buffers = {name: _place(model, name, own_buffers) for name, _ in model.named_buffers()}
         live = _read(self._parameters)
-        self._sharded = {name: _sharded(name, p) for name, p in live.items() if isinstance(p, DTensor)}
+        self._sharded = {
+            name: _sharded(name, p) for name, p in live.items() if isinstance(p, DTensor) and not is_part(p)
+        }
         self._overlaps = overlaps({**live, **self.buffers()})
         self._on_meta = frozenset(n for n, one in {**live, **self.buffers()}.items() if local_rows(one).is_meta)
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """All parameters, as plain tensors. In the place of a sharded one is a tensor on meta of the whole's form."""
-        return {**_read(self._parameters), **{name: one.form for name, one in self._sharded.items()}}
+        """All parameters, as plain tensors; of one that is laid out over tensor ranks, this rank's part.
+
+        In the place of a sharded one is a tensor on meta of the whole's form.
+        """
+        own = {name: local_part(parameter) for name, parameter in _read(self._parameters).items()}
+        return {**own, **{name: one.form for name, one in self._sharded.items()}}
 
     def shards(self) -> dict[str, torch.Tensor]:
         """This rank's rows of the sharded parameters, padded; the parameter's own memory where nothing is missing."""
@@ -89,7 +96,8 @@ class LiveState:
         }
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        return _read(self._buffers)
+        """All buffers, as plain tensors; of one that is laid out over tensor ranks, this rank's part."""
+        return {name: local_part(buffer) for name, buffer in _read(self._buffers).items()}
 
     def commit(self, gradients: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
         """Add gradients to `.grad` and write buffers. The last act of a step; raises as `writes` does."""
@@ -111,7 +119,7 @@ class LiveState:
                 )
         with torch.no_grad():
             added = [self._prepared(name, gradient) for name, gradient in gradients.items()]
-            targets = {name: self._buffers[name][0][self._buffers[name][1]] for name in buffers}
+            targets = {name: local_part(self._buffers[name][0][self._buffers[name][1]]) for name in buffers}
             for name, target in targets.items():
                 _require_writable(f"buffer '{name}'", target)
             memory = {target.untyped_storage().data_ptr() for target in targets.values()}
@@ -131,6 +139,8 @@ class LiveState:
         if name in self._sharded:
             rows = self._sharded[name].rows_in(parameter).shape[0]
             gradient = sharded_like(gradient.narrow(0, 0, rows), parameter)
+        elif is_part(parameter):
+            gradient = sharded_like(gradient, parameter)
         before = parameter.grad
         if before is not None and _split(before) != _split(gradient):
             raise StateError(

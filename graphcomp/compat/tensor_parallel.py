@@ -1,0 +1,64 @@
+"""Parameters of which every tensor rank holds a part (axis `tp`): DTensors, as `parallelize_module` makes them.
+
+Whether `loss_parallel` is on has no public name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel.loss import customized_loss_ops
+
+AXIS = "tp"
+
+
+def is_part(tensor: object) -> bool:
+    """Whether a tensor is a DTensor over the axis `tp` alone."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.mesh_dim_names == (AXIS,)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What programs take in the place of a parameter or buffer: the part that this rank holds, or the tensor itself."""
+    return tensor._local_tensor if is_part(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+
+
+def placed(tensor: torch.Tensor) -> str:
+    """How a tensor is laid over the tensor ranks; empty for a plain one."""
+    return str(tensor.placements) if is_part(tensor) else ""  # type: ignore[attr-defined]
+
+
+def whole_like(local: torch.Tensor, like: Any) -> DTensor:
+    """A DTensor made of this rank's part, laid out like another. Differentiable: the gradient of the part is the part
+    of the gradient."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def whole(value: Any) -> Any:
+    """The whole of a DTensor, which every rank then has; anything else as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def part_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a value, laid out like `like`; all of it where `like` is plain."""
+    if not isinstance(value, DTensor):
+        return value
+    if not isinstance(like, DTensor):
+        return value.full_tensor()
+    return value.redistribute(placements=like.placements).to_local()
+
+
+def loss_parallel_is_on() -> bool:
+    """Whether code runs in `torch.distributed.tensor.parallel.loss_parallel`, which replaces operators for a while."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    return all(handlers.get(operator) is own for operator, own in customized_loss_ops.items())
+
+
+def parts(model: nn.Module) -> dict[str, Any]:
+    """The parameters and buffers that are DTensors, by name."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}

@@ -1,0 +1,185 @@
+"""Models that `parallelize_module` has laid out over tensor ranks: equal to the same model in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import graphcomp as gc
+from graphcomp.testing import run_ranks
+
+WIDTH, HEADS, CLASSES = 8, 4, 12
+SHAPES = ((3, 6), (2, 4))  # of the microbatches
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        q, k, v = (
+            layer(x).view(rows, length, -1, WIDTH // HEADS).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).reshape(rows, length, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attn, self.norm2, self.mlp = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH), MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(CLASSES, WIDTH), nn.LayerNorm(WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def build() -> GPT:
+    torch.manual_seed(0)
+    return GPT().double()
+
+
+def laid_out(mesh: DeviceMesh, sequence: bool, classes: bool) -> GPT:
+    """sequence: activations between the layers are in parts of the sequence. classes: logits stay in parts."""
+    between = Shard(1) if sequence else Replicate()
+    inside = (
+        {
+            name: PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+            for name in ("attn", "mlp")
+        }
+        | {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
+        if sequence
+        else {}
+    )
+    logits = {"output_layouts": Shard(-1), "use_local_output": False} if classes else {"output_layouts": Replicate()}
+    outside: dict[str, Any] = {"head": ColwiseParallel(input_layouts=between, **logits)}
+    if sequence:
+        outside |= {"embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))}
+        outside |= {"norm": SequenceParallel()}
+    model = parallelize_module(build(), mesh, outside)
+    for block in model.blocks:
+        columns = {name: ColwiseParallel() for name in ("attn.q", "attn.k", "attn.v", "mlp.up")}
+        rows = {name: RowwiseParallel(output_layouts=between) for name in ("attn.o", "mlp.down")}
+        parallelize_module(block, mesh, {**inside, **columns, **rows})
+    return model
+
+
+def loss_fn(logits: Tensor, batch: Any) -> Any:
+    return gc.token_loss(logits, batch["labels"])
+
+
+def batch_of(number: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    tokens, labels = torch.randint(CLASSES, (2, *SHAPES[number]), generator=generator)
+    labels[0, : 2 + number] = -100
+    return {"tokens": tokens, "labels": labels}
+
+
+def train(model: nn.Module, step: Any) -> list[tuple[float, float, dict[str, Tensor]]]:
+    """Two optimizer steps: loss, gradient norm, and gradients in whole."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss, norm, named = step()
+        found.append((loss, norm, {n: p.grad.clone() for n, p in named() if p.grad is not None}))
+        optimizer.step()
+    return [(loss, norm, {n: whole(g) for n, g in grads.items()}) for loss, norm, grads in found]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def reference() -> list[tuple[float, float, dict[str, Tensor]]]:
+    model = build()
+    batches = [batch_of(number) for number in range(len(SHAPES))]
+
+    def step() -> Any:
+        losses = [loss_fn(model(batch["tokens"]), batch) for batch in batches]
+        loss = torch.stack([one.total for one in losses]).sum() / sum(int(one.tokens) for one in losses)
+        loss.backward()
+        return loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 0.5).item(), model.named_parameters
+
+    return train(model, step)
+
+
+def run(rank: int, axes: dict[str, int], sequence: bool, classes: bool, backend: Any = "eager") -> Any:
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    model = laid_out(mesh["tp"], sequence, classes)
+    compiled = gc.compile_train_step(
+        model, loss_fn, plan=gc.Plan(mesh=mesh, backend=backend, quiet=True, deadline=60.0)
+    )
+
+    def step() -> Any:
+        loss = compiled([batch_of(number) for number in range(len(SHAPES))]).loss.item()
+        return loss, gc.clip_grad_norm_(compiled, 0.5).item(), compiled.named_parameters
+
+    found = train(model, step)
+    for name, parameter in compiled.named_parameters():
+        assert isinstance(parameter, DTensor) == isinstance(parameter.grad, DTensor), name
+        if isinstance(parameter, DTensor):
+            assert parameter.grad.placements == parameter.placements, name
+    return found, compiled.explain(), compiled.stats.traces
+
+
+def compare(found: list[Any], traces: int = 1) -> None:
+    expected, seen = reference(), set()
+    for steps, _, traced in found:
+        assert traced == traces
+        for (loss, norm, gradients), (true_loss, true_norm, true_gradients) in zip(steps, expected, strict=True):
+            assert (loss, norm) == (pytest.approx(true_loss, rel=1e-9), pytest.approx(true_norm, rel=1e-9))
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(gradient, true_gradients[name], rtol=1e-8, atol=1e-11)
+                seen.add(name)
+    assert seen == set(expected[0][2])
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("sequence", "classes"), [(False, False), (True, True)])
+def test_two_tensor_ranks(sequence: bool, classes: bool) -> None:
+    found = run_ranks(run, 2, {"tp": 2}, sequence, classes)
+    compare(found, traces=2)
+
+
+@pytest.mark.gloo
+def test_cut() -> None:
+    compare(run_ranks(run, 4, {"pp": 2, "tp": 2}, True, True), traces=2)
