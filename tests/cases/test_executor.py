@@ -46,7 +46,7 @@ def test_five_steps_with_an_optimizer_are_bitwise_those_of_eager() -> None:
         assert torch.equal(one, other), name
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
 def test_a_step_needs_no_more_memory_than_eager_with_deletes(microbatches: int) -> None:
     model = tiny_gpt()
     given = divided(rows(4 * microbatches, 48), microbatches)
@@ -61,15 +61,17 @@ def test_a_step_needs_no_more_memory_than_eager_with_deletes(microbatches: int) 
         by_hand(model, given)
     assert eager.peak > 1_000_000
     scalars = 4 * (microbatches + 4)  # the losses of all microbatches, the denominator and the scale
-    assert ours.peak <= eager.peak + scalars
+    # From the second microbatch on eager, too, has all sums while activations are at their most.
+    sums = sum(p.numel() * 4 for p in model.parameters()) if microbatches == 1 else 0
+    assert ours.peak <= eager.peak + scalars + sums
 
 
 def squares(y: Tensor, batch: Tensor) -> TokenLoss:
     return TokenLoss(y.square().sum(), 1)
 
 
-def test_where_parameters_outweigh_activations_one_set_of_gradients_comes_on_top() -> None:
-    """Autograd adds each gradient at once; a program hands all of a microbatch over at its end."""
+def test_where_parameters_outweigh_activations_there_is_one_set_of_gradients() -> None:
+    """Each is added at once, as by autograd."""
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8)))
     given = [torch.randn(2, 128) for _ in range(3)]
     known = [*model.parameters(), *given]
@@ -84,7 +86,7 @@ def test_where_parameters_outweigh_activations_one_set_of_gradients_comes_on_top
             loss = model(x).square().sum()
             loss.backward()
             del loss
-    assert ours.peak <= eager.peak + sum(p.numel() * 4 for p in model.parameters())
+    assert ours.peak <= eager.peak + 4 * (len(given) + 4)
 
 
 def test_the_tracker_counts_what_lives_and_not_what_is_freed() -> None:
