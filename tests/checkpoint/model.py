@@ -1,4 +1,4 @@
-"""A small decoder with all that a checkpoint has to carry: tied weights, dropout, buffers of both kinds, a frozen one."""
+"""A small decoder with all that a checkpoint has to carry: tied weights, dropout, both kinds of buffers."""
 
 from __future__ import annotations
 
