@@ -4,9 +4,11 @@ from __future__ import annotations
 
 __all__ = [
     "AgreementError",
+    "ArtifactError",
     "BackendError",
     "BatchError",
     "CaptureError",
+    "CollectiveError",
     "CheckpointError",
     "GraphcompError",
     "GuardError",
@@ -68,6 +70,14 @@ class LossError(CaptureError):
     """The loss function returned something that is no loss: not scalar, without gradient, or of an unknown type."""
 
 
+class CollectiveError(GraphcompError):
+    """A collective was called in a way that has no meaning: an unknown reduction, a group that is none, splits that do
+    not fit, a dimension that does not divide, or a gradient through a reduction that has none.
+
+    Raised before any communication, on every rank that makes the same call.
+    """
+
+
 class GuardError(GraphcompError):
     """Something the compiled program depends on has changed, and no other specialisation may be made for it."""
 
@@ -105,6 +115,10 @@ class NonFiniteError(StepError):
 
 class BackendError(GraphcompError):
     """The backend cannot compile a program, or a compiled program was given inputs it was not compiled for."""
+
+
+class ArtifactError(GraphcompError):
+    """Saved programs cannot be used: they are of another model, plan, version or machine. Names what differs."""
 
 
 class AgreementError(GraphcompError):

@@ -4,13 +4,11 @@ They are the same in eager code and in captured programs: functional collectives
 wait. Gradients are those of the sum of all ranks' losses. See docs/collectives.md.
 """
 
-from graphcomp.collectives.errors import CollectiveError
 from graphcomp.collectives.exchange import Exchange, all_to_all, host_syncs
 from graphcomp.collectives.gather import all_gather, all_gather_uneven, broadcast
 from graphcomp.collectives.reduce import all_reduce, reduce_scatter
 
 __all__ = [
-    "CollectiveError",
     "Exchange",
     "all_gather",
     "all_gather_uneven",

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from graphcomp.collectives.errors import CollectiveError
+from graphcomp.errors import CollectiveError
 
 
 def dense(x: object, collective: str, least: int = 1) -> torch.Tensor:

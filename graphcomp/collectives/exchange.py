@@ -7,7 +7,7 @@ from typing import NamedTuple, overload
 import torch
 
 from graphcomp.collectives.arguments import dense, whole
-from graphcomp.collectives.errors import CollectiveError
+from graphcomp.errors import CollectiveError
 from graphcomp.collectives.groups import Group, group_of
 from graphcomp.collectives.primitives import exchanged
 from graphcomp.collectives.rows import Numbers, host_numbers, pack, row_counts, unpack

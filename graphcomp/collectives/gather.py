@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from graphcomp.collectives.arguments import dense, dimension, whole
-from graphcomp.collectives.errors import CollectiveError
+from graphcomp.errors import CollectiveError
 from graphcomp.collectives.groups import Group, group_of
 from graphcomp.collectives.primitives import gathered, sent_from
 from graphcomp.collectives.rows import host_numbers, pack, row_counts, unpack

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphcomp.collectives.errors import CollectiveError
+from graphcomp.errors import CollectiveError
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from graphcomp.collectives.errors import CollectiveError
+from graphcomp.errors import CollectiveError
 from graphcomp.collectives.groups import Group
 from graphcomp.collectives.linear import linear
 from graphcomp.collectives.reductions import Reduction

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from graphcomp.collectives.arguments import dense, dimension
-from graphcomp.collectives.errors import CollectiveError
+from graphcomp.errors import CollectiveError
 from graphcomp.collectives.groups import group_of
 from graphcomp.collectives.primitives import reduce_scattered, reduced, scattered, summed
 from graphcomp.collectives.reductions import reduction

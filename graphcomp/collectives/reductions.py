@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from graphcomp.collectives.errors import CollectiveError
+from graphcomp.errors import CollectiveError
 
 Reduction = Literal["sum", "avg", "max", "min", "product"]
 

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 
 from graphcomp.collectives.arguments import whole
-from graphcomp.collectives.errors import CollectiveError
+from graphcomp.errors import CollectiveError
 from graphcomp.collectives.linear import linear
 
 Numbers: TypeAlias = torch.Tensor | Sequence[int]

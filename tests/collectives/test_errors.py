@@ -15,7 +15,7 @@ import graphcomp
 from graphcomp import collectives as gc
 from graphcomp.collectives.reductions import SPELLINGS, reduction
 from graphcomp.compat.dispatch import Watch
-from graphcomp.errors import GraphcompError
+from graphcomp.errors import CollectiveError, GraphcompError
 from tests.collectives.fake import fake_mesh
 
 X = torch.ones(4, 6)
@@ -72,7 +72,7 @@ def test_wrong_calls_are_refused_before_communication() -> None:
         for says, call in WRONG:
             sent: list[str] = []
             watch = Watch(lambda op, result, sent=sent: sent.append(op.namespace))  # type: ignore[misc]
-            with pytest.raises(gc.CollectiveError, match=says) as caught, watch:
+            with pytest.raises(CollectiveError, match=says) as caught, watch:
                 call(mesh)
             assert "collectives." in str(caught.value.where), says
             assert not any("c10d" in namespace for namespace in sent), says
@@ -106,7 +106,7 @@ def test_no_gradient_is_made_up(op: str, run: Callable[..., Tensor]) -> None:
         x = X.clone().requires_grad_()
         total = run(x, mesh, op=op)
         run(x.detach(), mesh, op=op)
-        with pytest.raises(gc.CollectiveError, match=f"op='{op}' has no gradient") as caught:
+        with pytest.raises(CollectiveError, match=f"op='{op}' has no gradient") as caught:
             total.sum().backward()
     assert "test_errors.py" in str(caught.value.where)
     assert x.grad is None
