@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TYPED := build/typed
 # Two workers: one for each core that this project plans for.
-PYTEST_ARGS ?= -n 2 --dist worksteal
+PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 # One thread a process: ranks share the machine's cores, and sums come out in the same order every time.
 export OMP_NUM_THREADS := 1
