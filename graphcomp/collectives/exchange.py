@@ -7,11 +7,11 @@ from typing import NamedTuple, overload
 import torch
 
 from graphcomp.collectives.arguments import dense, whole
-from graphcomp.errors import CollectiveError
 from graphcomp.collectives.groups import Group, group_of
 from graphcomp.collectives.primitives import exchanged
 from graphcomp.collectives.rows import Numbers, host_numbers, pack, row_counts, unpack
 from graphcomp.compat.symbols import DATA_DEPENDENT
+from graphcomp.errors import CollectiveError
 
 NAME = "all_to_all"
 

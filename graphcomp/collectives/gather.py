@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from graphcomp.collectives.arguments import dense, dimension, whole
-from graphcomp.errors import CollectiveError
 from graphcomp.collectives.groups import Group, group_of
 from graphcomp.collectives.primitives import gathered, sent_from
 from graphcomp.collectives.rows import host_numbers, pack, row_counts, unpack
+from graphcomp.errors import CollectiveError
 
 
 def all_gather(x: torch.Tensor, group: object, dim: int = 0, *, ranks: Sequence[int] | None = None) -> torch.Tensor:

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
-from graphcomp.errors import CollectiveError
 from graphcomp.collectives.groups import Group
 from graphcomp.collectives.linear import linear
 from graphcomp.collectives.reductions import Reduction
 from graphcomp.compat import collective_operators as ops
+from graphcomp.errors import CollectiveError
 
 Sizes = Sequence[int]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from graphcomp.collectives.arguments import dense, dimension
-from graphcomp.errors import CollectiveError
 from graphcomp.collectives.groups import group_of
 from graphcomp.collectives.primitives import reduce_scattered, reduced, scattered, summed
 from graphcomp.collectives.reductions import reduction
+from graphcomp.errors import CollectiveError
 
 
 def all_reduce(x: torch.Tensor, group: object, op: object = "sum") -> torch.Tensor:

@@ -13,8 +13,8 @@ from typing import TypeAlias
 import torch
 
 from graphcomp.collectives.arguments import whole
-from graphcomp.errors import CollectiveError
 from graphcomp.collectives.linear import linear
+from graphcomp.errors import CollectiveError
 
 Numbers: TypeAlias = torch.Tensor | Sequence[int]
 
