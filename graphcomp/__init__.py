@@ -6,8 +6,10 @@ import importlib
 from typing import Any
 
 from graphcomp import collectives, errors
+from graphcomp.buckets import Buckets, Pad
 from graphcomp.clip import clip_grad_norm_
 from graphcomp.compiler import GraphCompiler
+from graphcomp.deployment import load
 from graphcomp.losses import MeanLoss, Metric, TokenLoss, mean_loss, metric, token_loss
 from graphcomp.plan import Plan
 from graphcomp.protocol import CompiledModel, StepOutput, Trainable, compile
@@ -17,12 +19,14 @@ from graphcomp.step import CompiledStep, compile_train_step
 __version__ = "0.1.0"
 
 __all__ = [
+    "Buckets",
     "CompiledModel",
     "CompiledStep",
     "GraphCompiler",
     "MeanLoss",
     "Metric",
     "MicrobatchResult",
+    "Pad",
     "Plan",
     "StepOutput",
     "StepResult",
@@ -34,6 +38,7 @@ __all__ = [
     "compile",
     "compile_train_step",
     "errors",
+    "load",
     "mean_loss",
     "metric",
     "token_loss",

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from graphcomp.capture.batch import batch_key, dense, describe
+from graphcomp.capture.facts import Facts
 from graphcomp.capture.guards import ModelGuard
 from graphcomp.compiler import GraphCompiler, Specialisation
 from graphcomp.errors import BatchError, GuardError
 from graphcomp.runtime.inputs import MicrobatchInputs
+from graphcomp.stored import Kind, Store
 
 
 @dataclass(frozen=True)
@@ -35,31 +37,42 @@ class _Entry:
     specialisations: list[Specialisation] = field(default_factory=list)
 
 
+_Context = tuple[Facts, bool, Hashable]
+"""The model's state, whether a step trains, and the names of a batch's fields."""
+
+
 class Dispatcher:
     """Finds, or captures, the specialisation of each microbatch."""
 
     def __init__(self, compiler: GraphCompiler, device: torch.device) -> None:
         self.compiler, self.device = compiler, device
         self.guard = ModelGuard(compiler.model, compiler.loss_fn, device)
-        self._entries: dict[Hashable, _Entry] = {}
-        self._read: dict[Hashable, frozenset[str]] = {}
-        self._last: tuple[Hashable, str] | None = None
+        self._entries: dict[tuple[_Context, Hashable], _Entry] = {}
+        self._read: dict[_Context, frozenset[str]] = {}
+        self._last: tuple[Facts, str] | None = None
         self.state: Hashable = None
+        self.store: Store | None = None
 
     def select(self, microbatches: Sequence[Any], training: bool) -> list[Bound]:
         """One bound microbatch each, in order. Captures what was not seen before.
 
         Raises GuardError, naming what changed, if that would exceed the plan's `max_programs`.
         """
-        state = self.state = self.guard.key()
-        bound = []
+        state, buckets = self.guard.key(), self.compiler.plan.buckets
+        self.state, bound = state, []
         for number, batch in enumerate(microbatches):
             try:
-                bound.append(self._bind(batch, state, training))
+                bound.append(self._bind(batch if buckets is None else buckets.padded(batch), state, training))
             except BaseException as error:
                 error.add_note(f"in microbatch {number}")
                 raise
         return bound
+
+    def programs(self) -> Iterator[tuple[Kind, Specialisation]]:
+        """All specialisations that may be used again, with what they serve."""
+        for (context, batch), entry in self._entries.items():
+            for one in entry.specialisations:
+                yield Kind(*context, batch, self._read.get(context)), one
 
     def forget(self, number: int) -> None:
         """Drop the specialisations from `number` on, as if they had never been captured."""
@@ -69,13 +82,28 @@ class Dispatcher:
             if not entry.specialisations:
                 del self._entries[key]
 
-    def _bind(self, batch: Any, state: Hashable, training: bool) -> Bound:
+    def _bind(self, batch: Any, state: Facts, training: bool) -> Bound:
         context = (state, training, _fields(batch))
-        key, leaves = batch_key(_reduced(batch, self._read.get(context)))
+        if self.store is not None and context not in self._read:
+            read = self.store.read(*context)
+            if read is not None:
+                self._read[context] = read
+        reduced = _reduced(batch, self._read.get(context))
+        key, leaves = batch_key(reduced)
         entry = self._entries.get((context, key))
         found = None if entry is None else _serve(entry, leaves)
         if found is not None:
             return found
+        if self.store is not None:
+            places = _places(reduced)
+            stored = self.store.take(*context, key, _tensors(places, leaves))
+            if stored is not None:
+                entry = self._entries.setdefault((context, key), _Entry(places))
+                entry.specialisations.append(stored)
+                self._last = (state, _sketch(batch))
+                found = _serve(entry, leaves)
+                if found is not None:
+                    return found
         self._check_room(batch, state, entry, leaves)
         joint = self.compiler.capture(batch, training=training, device=self.device)
         self._last = (state, _sketch(batch))
@@ -99,7 +127,7 @@ class Dispatcher:
             )
         return found
 
-    def _check_room(self, batch: Any, state: Hashable, entry: _Entry | None, leaves: Sequence[Any]) -> None:
+    def _check_room(self, batch: Any, state: Facts, entry: _Entry | None, leaves: Sequence[Any]) -> None:
         limit = self.compiler.plan.max_programs
         if len(self.compiler.specialisations) < limit or self._last is None:
             return
@@ -134,8 +162,7 @@ def _places(batch: Any) -> tuple[tuple[int, str], ...]:
 
 
 def _serve(entry: _Entry, leaves: Sequence[Any]) -> Bound | None:
-    # Programs are captured from, and compiled for, dense batch tensors.
-    tensors = {path: dense(leaves[position]) for position, path in entry.places}
+    tensors = _tensors(entry.places, leaves)
     for one in entry.specialisations:
         if not _captured_fit(one):
             continue
@@ -143,6 +170,11 @@ def _serve(entry: _Entry, leaves: Sequence[Any]) -> Bound | None:
         if one.joint.sizes.accepts(sizes, tensors):
             return Bound(one, tensors, sizes)
     return None
+
+
+def _tensors(places: Sequence[tuple[int, str]], leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """By path. Programs are captured from, and compiled for, dense batch tensors."""
+    return {path: dense(leaves[position]) for position, path in places}
 
 
 def _sizes_that_differ(entry: _Entry, leaves: Sequence[Any]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from graphcomp.buckets import Buckets
 from graphcomp.errors import PlanError
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Plan:
     check: "transfers" sends a fingerprint with each transfer and compares it; None does not.
     check_finite: raise NonFiniteError, before anything is written, if a loss, boundary value or gradient of a step is
         nan or infinite. Looks at every such value on the device, and waits for the device once a step.
+    buckets: lengths that microbatches are padded up to; None: none is padded.
     quiet: show no progress.
 
     Raises PlanError for an unknown or contradictory option.
@@ -61,6 +63,7 @@ class Plan:
     deadline: float = 1800.0
     check: Literal["transfers"] | None = None
     check_finite: bool = False
+    buckets: Buckets | None = None
     quiet: bool = False
 
     def __post_init__(self) -> None:
@@ -80,6 +83,8 @@ class Plan:
         _one_of("check_finite", self.check_finite, (True, False))
         _whole("max_programs", self.max_programs, 1)
         _whole("bucket_bytes", self.bucket_bytes, 1)
+        if self.buckets is not None and not isinstance(self.buckets, Buckets):
+            raise PlanError("Plan(buckets=...) is a graphcomp.Buckets or None", got=repr(self.buckets))
         if self.regather and self.parameters != "shard":
             raise PlanError(
                 "Plan(regather=True) gathers sharded parameters, and this plan shards none",

@@ -17,6 +17,7 @@ import torch
 # Lowest first. A layer may import any layer of a lower level; layers of one level do not know each other.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
+    ("buckets",),
     ("plan", "losses", "progress"),
     ("compat", "huggingface"),
     ("ir",),
@@ -27,11 +28,12 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("backend",),
     ("runtime",),
     ("compiler",),
+    ("stored",),
     ("dispatch",),
     ("prepare",),
     ("engine",),
     ("step",),
-    ("clip", "protocol"),
+    ("clip", "protocol", "deployment"),
 )
 LEVEL = {layer: level for level, layers in enumerate(LEVELS) for layer in layers}
 # Layers that may import less than their level allows.
