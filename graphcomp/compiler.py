@@ -23,6 +23,7 @@ from graphcomp.errors import StepError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.comparable import comparable
+from graphcomp.ir.normalize import number_names
 from graphcomp.ir.verify import verify
 from graphcomp.partition import Partitioned, partition
 from graphcomp.partition.accumulating import accumulating
@@ -118,11 +119,12 @@ class GraphCompiler:
         """
         with self.progress.work("capturing", "captured the joint program"), _no_collection():
             mesh = self.plan.mesh
-            trace = self._trace or capture
+            trace = capture if self._trace is None else self._trace
             joint = trace(self.model, self.loss_fn, example, training=training, device=device, mesh=mesh)
             self.traces += 1
             manager = PassManager(joint_passes(self.is_cut))
             program = manager.run(joint.program)
+            number_names(program.graph)
         joint = replace(joint, program=program)
         self.specialisations.append(Specialisation(len(self.specialisations), joint, tuple(manager.records)))
         return joint

@@ -37,7 +37,7 @@ def kept_cuts(program: Program, forward: Sequence[Node], replicable: set[Node], 
     """
     state = {node: what.name for what, node in program.input_nodes() if isinstance(what, role.Param | role.Buffer)}
     crossing = crossing_bytes(forward, replicable)
-    needed = [_homes(node, replicable, state, homes) for node in forward]
+    needed = _ranges([_homes(node, replicable, state, homes) for node in forward], stages)
     cuts: list[int] = []
     for stage in range(1, stages):
         first = max([cuts[-1] if cuts else 0, *(i + 1 for i, (low, high) in enumerate(needed) if high < stage)])
@@ -64,15 +64,36 @@ def require_homes(found: Homes, homes: Homes) -> None:
             )
 
 
-def _homes(node: Node, replicable: set[Node], state: Mapping[Node, str], homes: Homes) -> tuple[float, float]:
-    """The lowest and highest stage that a node may run on; any, if it reads no state that has a home."""
-    low, high = -float("inf"), float("inf")
+def _ranges(held: Sequence[frozenset[int] | None], stages: int) -> list[tuple[float, float]]:
+    """The lowest and highest stage of each of these nodes, in order: stages never go down along them.
+
+    held: the stages that hold what a node reads; None: any. A shared parameter may be held by the first and the last
+    stage alone, so a node that reads it behind what stage 2 holds is bound to the last.
+    """
+    lows: list[float] = []
+    low: float = 0
+    for where in held:
+        own = low if where is None else min((s for s in where if s >= low), default=min(where))
+        lows.append(own if where is not None else -float("inf"))
+        low = max(low, own)
+    highs: list[float] = []
+    high: float = stages - 1
+    for where in reversed(held):
+        own = high if where is None else max((s for s in where if s <= high), default=max(where))
+        highs.append(own if where is not None else float("inf"))
+        high = min(high, own)
+    return list(zip(lows, reversed(highs), strict=True))
+
+
+def _homes(node: Node, replicable: set[Node], state: Mapping[Node, str], homes: Homes) -> frozenset[int] | None:
+    """The stages that hold all state that a node reads; None, if it reads no state that has a home."""
+    found: frozenset[int] | None = None
     pending = list(node.all_input_nodes)
     while pending:
         current = pending.pop()
         if current in state and state[current] in homes:
-            held = homes[state[current]]
-            low, high = max(low, held[0]), min(high, held[-1])
+            held = frozenset(homes[state[current]])
+            found = held if found is None else (found & held or held)
         elif current in replicable:
             pending.extend(current.all_input_nodes)
-    return low, high
+    return found
