@@ -37,6 +37,11 @@ class SharedCaptures:
         return joint
 
     @property
+    def number(self) -> int:
+        """How many there are."""
+        return len(self._known)
+
+    @property
     def seconds(self) -> float:
         """What all of them took."""
         return sum(joint.seconds for _, joint in self._known)

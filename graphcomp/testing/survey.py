@@ -41,8 +41,8 @@ class Survey:
     nodes: operations of the first microbatch's joint program. stages: the numbers of stages at which loss, metrics,
         gradients and buffers were eager's. crossings: at each of these. error: the largest relative difference of all.
     tied: whether parameters with several names stayed one, with one gradient; None: the model has none.
-    seconds: what the captures took. refused: the first reason why a number of stages is missing: the stages, the type
-        of the error and its first line.
+    captures: how many the microbatches needed. seconds: what these took.
+    refused: the first reason why a number of stages is missing: the stages, the type of the error and its first line.
     """
 
     name: str
@@ -51,6 +51,7 @@ class Survey:
     crossings: tuple[Crossing, ...]
     error: float
     tied: bool | None
+    captures: int
     seconds: float
     refused: str | None
 
@@ -61,8 +62,9 @@ class Survey:
     def __str__(self) -> str:
         tied = {None: "no tied weights", True: "tied weights kept", False: "TIED WEIGHTS LOST"}[self.tied]
         held = ", ".join(map(str, self.stages)) or "no"
+        captures = f"{self.captures} capture{'s' * (self.captures != 1)} in {self.seconds:.1f} s"
         lines = [
-            f"{self.name}: {self.nodes} nodes, captured in {self.seconds:.1f} s, {tied}",
+            f"{self.name}: {self.nodes} nodes, {captures}, {tied}",
             f"  equal to eager at {held} stages, largest relative difference {self.error:.1e}",
             *(f"  {crossing}" for crossing in self.crossings),
         ]
@@ -110,6 +112,7 @@ def survey(
         tuple(crossings),
         error,
         tied,
+        trace.number,
         trace.seconds,
         refused,
     )

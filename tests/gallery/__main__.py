@@ -34,9 +34,10 @@ print(survey(model, loss_fn, microbatches, stages=(1, 2, 4)))
 - *difference*: the largest relative difference of any loss, gradient or buffer, at any number of stages.
 - *tied*: whether a weight with several names stayed one, with one gradient.
 - *crosses at 2 stages*: the values that are sent forward, and the gradients that come back, for each microbatch.
-- *capture*: seconds for all captures of the row, on the machine that wrote this page.
+- *captures*: how many programs the two microbatches needed (code that loops over a length needs one for each), and
+  how long capturing took on the machine that wrote this page.
 
-| model | class | nodes | equal to eager at | difference | tied | crosses at 2 stages | capture |
+| model | class | nodes | equal to eager at | difference | tied | crosses at 2 stages | captures |
 | --- | --- | ---: | --- | ---: | --- | --- | ---: |
 """
 
@@ -51,7 +52,7 @@ def line(entry: Entry, found: Survey) -> str:
         f"{found.error:.0e}" if found.error else "0",
         {None: "", True: "yes", False: "**lost**"}[found.tied],
         "; ".join(_sent(found, source) for source in (0, 1)),
-        f"{found.seconds:.1f} s",
+        f"{found.captures} in {found.seconds:.1f} s",
     ]
     return f"| {' | '.join(map(str, cells))} |"
 

@@ -47,10 +47,11 @@ class Entry:
 
 
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 DECODER = {**SIZES, "intermediate_size": 48}
 GROUPED = {**DECODER, "num_key_value_heads": 2}
 POSITIONS = {"max_position_embeddings": 64}
+DEEP = {"num_hidden_layers": 4}  # a block for each of four stages; two blocks are cut within
 
 
 def tiny(architecture: str, config: str, **options: Any) -> Callable[[], nn.Module]:
@@ -106,12 +107,12 @@ def other(name: str, source: str, config: str, loss_fn: Callable[..., Any], batc
 
 ENTRIES = (
     causal("GPT-2", "GPT2", n_embd=32, n_layer=4, n_head=4, n_positions=64),
-    causal("GPT-J", "GPTJ", n_embd=32, n_layer=4, n_head=4, n_positions=64, rotary_dim=4),
+    causal("GPT-J", "GPTJ", n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4),
     causal("GPT-NeoX", "GPTNeoX", **DECODER, **POSITIONS),
     causal("OPT", "OPT", **SIZES, **POSITIONS, ffn_dim=48, word_embed_proj_dim=32),
-    causal("Bloom", "Bloom", hidden_size=32, n_layer=4, n_head=4),
+    causal("Bloom", "Bloom", hidden_size=32, n_layer=2, n_head=4),
     causal("Falcon", "Falcon", **SIZES, **POSITIONS),
-    causal("Llama", "Llama", **GROUPED, **POSITIONS),
+    causal("Llama", "Llama", **{**GROUPED, **DEEP}, **POSITIONS),
     causal("Mistral", "Mistral", **GROUPED, **POSITIONS, sliding_window=4),
     causal("Qwen3", "Qwen3", **GROUPED, **POSITIONS, head_dim=8),
     causal("Gemma 2", "Gemma2", **GROUPED, **POSITIONS, head_dim=8, sliding_window=4),
@@ -129,10 +130,10 @@ ENTRIES = (
         num_experts_per_tok=2,
         head_dim=8,
     ),
-    causal("Mamba", "Mamba", hidden_size=32, num_hidden_layers=4, state_size=4),
-    masked("BERT", "Bert", **DECODER, **POSITIONS),
+    causal("Mamba", "Mamba", hidden_size=32, num_hidden_layers=2, state_size=4),
+    masked("BERT", "Bert", **{**DECODER, **DEEP}, **POSITIONS),
     masked("RoBERTa", "Roberta", **DECODER, max_position_embeddings=66),
-    masked("DistilBERT", "DistilBert", dim=32, n_layers=4, n_heads=4, hidden_dim=48, **POSITIONS),
+    masked("DistilBERT", "DistilBert", dim=32, n_layers=2, n_heads=4, hidden_dim=48, **POSITIONS),
     masked("ALBERT", "Albert", **DECODER, **POSITIONS, embedding_size=16),
     other(
         "T5",
@@ -143,7 +144,7 @@ ENTRIES = (
         d_model=32,
         d_kv=8,
         d_ff=48,
-        num_layers=2,
+        num_layers=1,
         num_heads=4,
     ),
     other(
@@ -154,8 +155,8 @@ ENTRIES = (
         pairs,
         **POSITIONS,
         d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
+        encoder_layers=1,
+        decoder_layers=1,
         encoder_attention_heads=4,
         decoder_attention_heads=4,
         encoder_ffn_dim=48,
@@ -171,8 +172,8 @@ ENTRIES = (
         max_source_positions=6,
         max_target_positions=32,
         d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
+        encoder_layers=1,
+        decoder_layers=1,
         encoder_attention_heads=4,
         decoder_attention_heads=4,
         encoder_ffn_dim=48,
