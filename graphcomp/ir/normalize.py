@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,7 +32,12 @@ _OPERATIONS = {
     "Mod": operator.mod,
     "Max": torch.sym_max,
     "Min": torch.sym_min,
+    "BitwiseFn_bitwise_and": operator.and_,
+    "BitwiseFn_bitwise_or": operator.or_,
+    "BitwiseFn_bitwise_xor": operator.xor,
 }
+
+_NUMBER = re.compile(r"(_\d+)+$")
 
 
 def number_of(node: Node, mode: FakeTensorMode) -> sympy.Expr | int | None:
@@ -116,3 +122,22 @@ def _build(graph: Graph, number: sympy.Expr, inputs: Mapping[str, Node], like: N
 
     built: Node = visit(number)
     return built
+
+
+def number_names(graph: Graph) -> None:
+    """Call every operation by its kind and its number among those of this kind, in order.
+
+    Names from a trace count what was made and dropped again on the way, which need not be the same in two processes.
+    """
+    inputs = {node.name for node in graph.nodes if node.op == "placeholder"}
+    counts: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        kind = _NUMBER.sub("", node.name)
+        while True:
+            count = counts[kind] = counts.get(kind, -1) + 1
+            name = f"{kind}_{count}" if count else kind
+            if name not in inputs:
+                break
+        node.name = name
