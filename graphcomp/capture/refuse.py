@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
+from graphcomp.capture.contents import question_of
 from graphcomp.capture.labels import Labels, error_line
 from graphcomp.compat.symbols import DATA_DEPENDENT
 from graphcomp.errors import CaptureError, StateError
@@ -17,6 +19,8 @@ from graphcomp.ir import meta
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
 from graphcomp.ir.randomness import draws
+
+_TAKES_FUNCTIONS = re.compile(r"rule registered for HigherOrderOperator (\w+)")
 
 
 def check_buffers(model: nn.Module) -> None:
@@ -78,16 +82,34 @@ def explained(model: nn.Module, labels: Labels) -> Iterator[None]:
     except DATA_DEPENDENT as error:
         name = labels.failed or labels.module
         module = f"module '{name}'" if name else type(model).__name__
+        asked = question_of(error)
         raise CaptureError(
             "the code decides on the contents of a tensor, which one program for all batches cannot do",
             where=f"{module}, {error_line(error.__traceback__) or labels.phase}",
-            got=str(error).splitlines()[0],
-            do="use torch.where or masks instead of `if`, .item(), .tolist() or nonzero() on tensors; "
-            "a number known on the host may be a batch field",
+            got=asked.got,
+            do=asked.do,
         ) from error
     except Exception as error:
         line = error_line(error.__traceback__)
         name = labels.failed or labels.module
+        functional = _TAKES_FUNCTIONS.search(str(error))
+        if functional is not None:
+            raise CaptureError(
+                f"the code calls '{functional[1]}', an operator that takes functions, which a program cannot hold",
+                where=f"module '{name}', {line}" if name else line,
+                expected="operations on tensors",
+                got=functional[1],
+                do="write it out; in place of flex_attention: scaled_dot_product_attention with is_causal or a mask",
+            ) from error
+        if isinstance(error, TypeError) and "unhashable type: non-nested SymInt" in str(error):
+            raise CaptureError(
+                "the code uses a size of the batch as a key, which a size that may be any number cannot be",
+                where=f"module '{name}', {line}" if name else line,
+                expected="a plain number",
+                got="a size, in a dict, a set or the arguments of a function under functools.cache",
+                do="make it a plain number: table[int(n)], which is one program for each size; or compute what the "
+                "table holds from the size",
+            ) from error
         if "dynamo-optimized" in str(error):
             raise CaptureError(
                 "a part of the model is compiled by torch.compile, which capture cannot look into",

@@ -88,7 +88,10 @@ def unchanged_model(model: nn.Module) -> Iterator[None]:
         for name, module, attributes, contents in before:
             for key in dict.fromkeys((*module.__dict__, *attributes)):
                 now, then = module.__dict__.get(key, _MISSING), attributes.get(key, _MISSING)
-                if now is not then and not _same(now, then) and not internals.is_derived(module, key):
+                if internals.is_derived(module, key):
+                    if then is not _MISSING:
+                        module.__dict__[key] = then
+                elif now is not then and not _same(now, then):
                     changed.append((f"{name}.{key}".lstrip("."), then, now))
             for key, old in contents.items():
                 container = attributes[key]
@@ -187,6 +190,10 @@ class Reachable:
                 do="use nn.ParameterList, nn.ModuleList or an attribute of the model; or requires_grad_(False)",
             )
         return found
+
+    def named(self) -> dict[str, Captured]:
+        """All of them, by the names a user would give them."""
+        return {captured.name: captured for captured in self._found.values()}
 
     def require_literal(self, node: Node) -> None:
         """Refuse a tensor that is reached in a way nobody can follow from step to step."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 """The attributes that torch itself puts into every module."""
@@ -24,8 +26,14 @@ _DERIVED = frozenset({"_flat_weights", "_flat_weight_refs"})
 
 
 def is_derived(module: nn.Module, attribute: str) -> bool:
-    """Whether an attribute only repeats a module's parameters: a recurrent layer renews its list when they change."""
-    return isinstance(module, nn.RNNBase) and attribute in _DERIVED
+    """Whether an attribute only follows from a module's parameters.
+
+    A recurrent layer renews its list when they change; torch's older norms of weights renew the weight at each call.
+    """
+    if isinstance(module, nn.RNNBase) and attribute in _DERIVED:
+        return True
+    norms = (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, WeightNorm | SpectralNorm))
+    return any(hook.name == attribute for hook in norms)
 
 
 requires_grad_of = attrgetter("requires_grad")
