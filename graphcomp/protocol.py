@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -124,7 +125,11 @@ class _Loss(torch.autograd.Function):
 
 
 def compile(
-    model: Trainable[Inputs, Batch], *, plan: Plan | None = None, outputs: Outputs = "none"
+    model: Trainable[Inputs, Batch],
+    *,
+    plan: Plan | None = None,
+    outputs: Outputs = "none",
+    saved: str | Path | None = None,
 ) -> CompiledModel[Inputs, Batch]:
     """Compile a model that prepares its own batches, for a trainer of four lines:
 
@@ -133,9 +138,12 @@ def compile(
         out.loss.backward()
         optimizer.step()
 
-    outputs: which of the model's own outputs to keep: as for a step. The model stays the user's own object, with its
-    parameters; nothing is captured before the first forward. Raises PlanError, without any effect, for a model that is
-    no `nn.Module` with `prepare_batch(inputs)` and `forward(batch)`, and what `compile_train_step` raises.
+    outputs: which of the model's own outputs to keep: as for a step. saved: a folder that `model.step.save(folder)` has
+    written, to capture and compile nothing that is in it: see `load`, and its warning.
+
+    The model stays the user's own object, with its parameters; nothing is captured before the first forward. Raises
+    PlanError, without any effect, for a model that is no `nn.Module` with `prepare_batch(inputs)` and `forward(batch)`,
+    and what `compile_train_step` and `load` raise.
     """
     if not (isinstance(model, nn.Module) and prepares_batches(model)):
         raise PlanError(
@@ -144,4 +152,7 @@ def compile(
             expected="an nn.Module with prepare_batch(inputs) and forward(batch), whose output has `.loss`",
             do="add prepare_batch, or use compile_train_step(model, loss_fn, plan=...)",
         )
-    return CompiledModel(model, compile_train_step(model, plan=plan), outputs)
+    step = compile_train_step(model, plan=plan)
+    if saved is not None:
+        step.take_over(saved)
+    return CompiledModel(model, step, outputs)

@@ -26,6 +26,7 @@ from graphcomp.runtime.initial import Initialiser, Recipe
 from graphcomp.runtime.layout import Layout, check_layout, make_layout
 from graphcomp.runtime.result import StepResult
 from graphcomp.runtime.tensor_ranks import check_parts
+from graphcomp.stored import Store, key_of, write
 
 Outputs = Literal["none", "local", "all"]
 _OUTPUTS = ("none", "local", "all")
@@ -216,6 +217,39 @@ class CompiledStep:
         if self.rank is not None:
             folder = Path(folder) / f"rank_{self.rank}"
         return dump_step(folder, self.compiler, prepared.programs, self.explain(), prepared.data)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write all that was captured and compiled so far, for `graphcomp.load`; every rank its own file. Returns it.
+
+        Raises ArtifactError for a program that cannot be written.
+        """
+        self._compiled()
+        path = self._file_in(folder)
+        write(path, self._key(), self._dispatcher.programs(), self.compiler.backend)
+        return path
+
+    def take_over(self, folder: str | Path) -> None:
+        """Use what `save` has written, by a process that was like this one. All ranks must call it.
+
+        Raises ArtifactError on all ranks, naming what has changed, if it does not fit; then nothing is taken over.
+        """
+        failure: Exception | None = None
+        store: Store | None = None
+        try:
+            state = self._dispatcher.guard.key()
+            store = Store(self._file_in(folder), self._key(), state, self.compiler)
+        except Exception as error:
+            failure = error
+        self.engine.agreement.share("", failure, "take over saved programs")
+        if failure is not None:
+            raise failure
+        self._dispatcher.store = store
+
+    def _file_in(self, folder: str | Path) -> Path:
+        return Path(folder) / f"rank_{self.rank or 0}.programs"
+
+    def _key(self) -> dict[str, str]:
+        return key_of(self.plan, self.layout.device, self.rank or 0, self.model)
 
     def _run(self, microbatches: Iterable[Any], options: Options, tokens: Mapping[str, torch.Tensor]) -> Ran:
         if options.training and not torch.is_grad_enabled():

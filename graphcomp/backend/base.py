@@ -57,6 +57,14 @@ class Backend(Protocol):
     @property
     def name(self) -> str: ...
 
+    def pack(self, environment: Any) -> tuple[Any, ...]:
+        """All code that was made from programs of this shape environment, in a form that can be pickled."""
+        ...
+
+    def adopt(self, packed: tuple[Any, ...], environment: Any) -> None:
+        """Take over what `pack` has given; `environment` is that of the same programs, read back."""
+        ...
+
     def compile(self, program: Program, groups: Mapping[str, str] | None = None) -> Compiled:
         """Compile for every size the program allows. Raises BackendError with the program's name.
 

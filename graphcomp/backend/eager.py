@@ -21,6 +21,12 @@ class EagerBackend:
     reused: int = 0
     name = "eager"
 
+    def pack(self, environment: object) -> tuple[object, ...]:
+        return ()  # made in no time
+
+    def adopt(self, packed: tuple[object, ...], environment: object) -> None:
+        pass
+
     def compile(self, program: Program, groups: Mapping[str, str] | None = None) -> Compiled:
         begin = time.perf_counter()
         call = boxed_callable(in_place(program), groups or {})

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -21,7 +21,8 @@ from torch.fx import Graph, GraphModule
 
 from graphcomp.backend.base import Boxed, Compiled, Listener, Progress
 from graphcomp.backend.layout import Layouts
-from graphcomp.compat.inductor import compile_graph, guards_since, runs_as_written
+from graphcomp.compat.artifacts import PackedCode, pack, unpack
+from graphcomp.compat.inductor import CompiledCode, compile_graph, guards_since, runs_as_written
 from graphcomp.compat.symbols import guard_count
 from graphcomp.errors import BackendError
 from graphcomp.ir import meta, spelling
@@ -38,10 +39,21 @@ _LOCK = threading.RLock()  # Inductor's options are global while it compiles
 class _Artifact:
     """code: without a check of inputs. symbols: those of the program it was compiled from, by their normal
     names. added, assumed: the conditions that compiling has added, and all that its shape environment held
-    at the end."""
+    at the end. Code that was read from a file is unpacked at its first use."""
 
-    code: Boxed
+    code: Boxed | CompiledCode | PackedCode
     environment: Any
+    symbols: Mapping[str, str]
+    added: tuple[sympy.Basic, ...]
+    assumed: tuple[sympy.Basic, ...]
+
+
+@dataclass(frozen=True)
+class PackedArtifact:
+    """An artifact, and the key that it is found by, without its shape environment."""
+
+    key: object
+    code: PackedCode
     symbols: Mapping[str, str]
     added: tuple[sympy.Basic, ...]
     assumed: tuple[sympy.Basic, ...]
@@ -69,10 +81,11 @@ class InductorBackend:
             # Code is made for a number of threads, and for process groups by name.
             key = digest(program), torch.get_num_threads(), _group_names(program, groups or {})
             known = self._artifacts.setdefault(key, [])
-            for artifact in known:
+            for place, artifact in enumerate(known):
                 conditions = _carry_over(artifact, program)
                 if conditions is not None:
                     self.reused += 1
+                    known[place] = artifact = _unpacked(artifact, program)
                     return self._done(program, artifact, conditions, begin, reused=True)
             self._tell(Progress(program.name, "started"))
             artifact = _compile(program, groups or {})
@@ -85,7 +98,23 @@ class InductorBackend:
     ) -> Compiled:
         seconds = time.perf_counter() - begin
         self._tell(Progress(program.name, "reused" if reused else "compiled", seconds))
-        return Compiled(_guarded(artifact.code, Layouts(program)), conditions, seconds, reused)
+        code: Any = artifact.code
+        call = code.call if isinstance(code, CompiledCode) else code
+        return Compiled(_guarded(call, Layouts(program)), conditions, seconds, reused)
+
+    def pack(self, environment: Any) -> tuple[PackedArtifact, ...]:
+        found = []
+        for key, known in self._artifacts.items():
+            for one in known:
+                if one.environment is environment and isinstance(one.code, CompiledCode | PackedCode):
+                    code = pack(one.code) if isinstance(one.code, CompiledCode) else one.code
+                    found.append(PackedArtifact(key, code, one.symbols, one.added, one.assumed))
+        return tuple(found)
+
+    def adopt(self, packed: tuple[PackedArtifact, ...], environment: Any) -> None:
+        for one in packed:
+            artifact = _Artifact(one.code, environment, one.symbols, one.added, one.assumed)
+            self._artifacts.setdefault(one.key, []).append(artifact)
 
     def _tell(self, progress: Progress) -> None:
         if self.listener is not None:
@@ -116,7 +145,15 @@ def _compile(program: Program, groups: Mapping[str, str]) -> _Artifact:
     return _Artifact(code, mode.shape_env, symbols, guards_since(mode, before), guards_since(mode, 0))
 
 
-def _code(program: Program, graph: Graph) -> Boxed:
+def _unpacked(artifact: _Artifact, program: Program) -> _Artifact:
+    if not isinstance(artifact.code, PackedCode):
+        return artifact
+    inputs = [meta.value(node) for node in program.placeholders]
+    with as_written():
+        return replace(artifact, code=unpack(artifact.code, inputs, program.fake_mode))
+
+
+def _code(program: Program, graph: Graph) -> Boxed | CompiledCode:
     """graph: a copy of the program's, in which process groups go by their own names."""
     if not program.calls():  # nothing to compile, and Inductor would keep the list
         return boxed_callable(in_place(program))

@@ -38,7 +38,7 @@ class ModelGuard:
         self._model, self._loss_fn, self._device = model, loss_fn, device
         self._snapshot: _Snapshot | None = None
 
-    def key(self) -> Hashable:
+    def key(self) -> Facts:
         """A value that is equal to an earlier one exactly when that one's programs may be used.
 
         In a steady state this compares object identities, of about a dozen objects a module, and builds nothing.

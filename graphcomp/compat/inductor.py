@@ -4,6 +4,7 @@ needs neither."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -23,9 +24,20 @@ OPTIONS = {
 }
 
 
+@dataclass(frozen=True)
+class CompiledCode:
+    """call: the code itself, below all wrappers. graph: Inductor's object, from which it can be written to a file."""
+
+    call: Boxed
+    graph: Any
+
+    def __call__(self, box: list[Any]) -> Sequence[Any]:
+        return self.call(box)
+
+
 def compile_graph(
     module: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode, written: Sequence[tuple[int, int]] = ()
-) -> Boxed:
+) -> CompiledCode:
     """Compile a functional aten graph with fake or symbolic inputs, as they stand in `mode`.
 
     written: (input, output) by place: the output is written to the input's memory, and None is returned for it.
@@ -56,8 +68,11 @@ def compile_graph(
         # sum has more than 4096 terms, to add them up in another order.
         with symbol_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
             compiled: Any = compile_fx_inner(module, list(inputs), is_inference=True)
-    # Below the wrapper that serves the autotuner's cache and the profiler, which costs as much as a small
-    # kernel.
+    return CompiledCode(callable_of(compiled), compiled)
+
+
+def callable_of(compiled: Any) -> Boxed:
+    """Below the wrapper that serves the autotuner's cache and the profiler, which costs as much as a small kernel."""
     return getattr(compiled, "current_callable", None) or compiled
 
 

@@ -48,6 +48,12 @@ def note(node: Node) -> Note:
     return found if isinstance(found, Note) else Note(Phase.FORWARD)
 
 
+def noted(node: Node) -> Note | None:
+    """The annotation of a node; None if it has none."""
+    found = node.meta.get(_NOTE)
+    return found if isinstance(found, Note) else None
+
+
 def annotate(node: Node, value: Note) -> None:
     node.meta[_NOTE] = value
 

@@ -1,0 +1,131 @@
+"""Facts as text, alike in every process: what a program that was written to a file was captured under."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphcomp.capture.facts import Facts
+from graphcomp.capture.values import Frozen, Same
+
+DEPTH = 6
+LIMIT = 256
+PASSING = ("mode", "setting")
+"""Kinds of facts that change while a program runs: modules' modes, autocast and the like."""
+
+Subject = tuple[str, str, str]
+
+
+def spelled(facts: Facts) -> dict[Subject, str]:
+    """By subject. An object that was not followed is spelled by its class and its attributes, as far as they go."""
+    return {subject: _spell(value, DEPTH) for subject, value in facts.facts.items()}
+
+
+def difference(old: dict[Subject, str], new: dict[Subject, str], kinds: Callable[[str], bool]) -> list[str]:
+    """What differs among facts of these kinds, a line each, old and new."""
+    found = []
+    for subject in dict.fromkeys((*old, *new)):
+        was, now = (facts.get(subject, "nothing") for facts in (old, new))
+        if was != now and kinds(subject[0]):
+            kind, owner, name = subject
+            place = f"'{name}'" + (f" of '{owner}'" if owner else "")
+            found.append(f"{kind} {place}: {_first_difference(was, now)}")
+    return found
+
+
+def _first_difference(was: str, now: str) -> str:
+    if max(len(was), len(now)) <= 80 or "nothing" in (was, now):
+        return f"was {_brief(was)}, is {_brief(now)}"
+    place = next((i for i, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), min(len(was), len(now)))
+    start = max(0, place - 20)
+    return f"was ...{was[start : start + 60]}..., is ...{now[start : start + 60]}..."
+
+
+def _brief(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _spell(value: Any, depth: int) -> str:
+    match value:
+        case Frozen():
+            return f"{value.kind} {_spell(value.contents, depth)}"
+        case Same():
+            return _spell(value.object, depth)
+        case CodeType():
+            return f"code {_code(value)}"
+        case enum.Enum():
+            return f"{_name(type(value))}.{value.name}"
+        case FunctionType():
+            return f"function {_name(value)} {_code(value.__code__)}"
+        case MethodType():
+            return f"method {_spell(value.__func__, depth)} of {_spell(value.__self__, depth - 1)}"
+        case type() | BuiltinFunctionType():
+            return _name(value)
+        case ModuleType():
+            return f"module {value.__name__}"
+        case torch.Tensor():
+            return f"tensor {value.dtype} {tuple(value.shape)}"
+        case float() | int() | str() | bytes() | complex() | None | torch.dtype() | torch.device() | torch.layout():
+            return repr(value)
+    return _compound(value, depth)
+
+
+def _compound(value: Any, depth: int) -> str:
+    kind = "" if type(value) in (dict, set, frozenset, list, tuple) else _name(type(value))
+    if depth <= 0:
+        return f"a {_name(type(value))}"
+    inside = depth - 1
+    if isinstance(value, dict):
+        return f"{kind}{{{_joined(f'{_spell(k, inside)}: {_spell(v, inside)}' for k, v in _some(value.items()))}}}"
+    if isinstance(value, set | frozenset):
+        return f"{kind}{{{_joined(sorted(_spell(each, inside) for each in value))}}}"
+    if isinstance(value, list | tuple):
+        return f"{kind}({_joined(_spell(each, inside) for each in _some(value))})"
+    if is_dataclass(value):
+        return f"{kind}({_joined(f'{f.name}={_spell(getattr(value, f.name), inside)}' for f in fields(value))})"
+    if isinstance(value, nn.Module):  # one of the model's, of which all is a fact of its own; or code, by its class
+        return f"a {kind}"
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        return f"{kind}({_joined(f'{k}={_spell(v, inside)}' for k, v in _some(sorted(attributes.items())))})"
+    return f"a {kind}"
+
+
+def _some(items: Iterable[Any]) -> list[Any]:
+    return list(items)[:LIMIT]
+
+
+def _joined(parts: Iterable[str]) -> str:
+    return ", ".join(parts)
+
+
+def _name(value: Any) -> str:
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", type(value).__name__)
+    return str(name) if module in (None, "builtins") else f"{module}.{name}"
+
+
+def _code(code: CodeType) -> str:
+    """What a function does, wherever its file is and whatever the line."""
+    seen = hashlib.sha256()
+
+    def add(part: CodeType) -> None:
+        seen.update(part.co_code)
+        for names in (part.co_names, part.co_varnames, part.co_freevars, part.co_cellvars):
+            seen.update(repr(names).encode())
+        for constant in part.co_consts:
+            if isinstance(constant, CodeType):
+                add(constant)
+            elif isinstance(constant, frozenset):
+                seen.update(repr(sorted(map(repr, constant))).encode())
+            else:
+                seen.update(repr(constant).encode())
+
+    add(code)
+    return seen.hexdigest()[:16]

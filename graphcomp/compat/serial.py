@@ -1,0 +1,85 @@
+"""Fake tensors, symbolic numbers and operators, taken apart into plain values and put together again. torch's own means
+for that have private names; ours needs no more than what a program holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from graphcomp.compat.symbols import FakeTensorMode, new_fake_mode
+
+Reduced = tuple[Any, tuple[Any, ...]]
+"""What a pickler writes for an object: a function, and its arguments."""
+
+
+def reduced(value: object) -> Reduced | None:
+    """How one of these objects is made anew; None for any other object."""
+    match value:
+        case OpOverload():
+            name = str(value._schema.name)
+            return _operator, (*name.split("::", 1), str(value._overloadname))
+        case FakeTensor():
+            shape, strides = tuple(value.shape), tuple(value.stride())
+            form = (shape, strides, value.storage_offset(), value.dtype, value.fake_device, value.requires_grad)
+            return _tensor, (value.fake_mode, form, isinstance(value, torch.nn.Parameter))
+        case FakeTensorMode():
+            return _mode, (value.shape_env,)
+        case ShapeEnv():
+            ranges = {symbol: (_plain(b.lower), _plain(b.upper)) for symbol, b in value.var_to_range.items()}
+            return _environment, (ranges, {symbol: int(n) for symbol, n in value.backed_var_to_val.items()})
+        case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+            node = value.node
+            return _number, (node.shape_env, type(value).__name__, node.expr, node.hint)
+    return None
+
+
+def _operator(namespace: str, name: str, overload: str) -> object:
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def _tensor(mode: FakeTensorMode, form: tuple[Any, ...], is_parameter: bool) -> torch.Tensor:
+    shape, strides, offset, dtype, device, requires_grad = form
+    with mode, torch.no_grad():
+        if isinstance(offset, int) and offset == 0:
+            made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        else:
+            extent = offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+            made = torch.empty(extent, dtype=dtype, device=device).as_strided(shape, strides, offset)
+    return torch.nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
+
+
+def _mode(environment: ShapeEnv) -> FakeTensorMode:
+    mode = new_fake_mode()
+    mode.shape_env = environment
+    return mode
+
+
+def _environment(ranges: Mapping[sympy.Symbol, tuple[Any, Any]], hints: Mapping[sympy.Symbol, int]) -> ShapeEnv:
+    environment: Any = new_fake_mode().shape_env
+    for symbol, (lower, upper) in ranges.items():
+        bounds = ValueRanges(-int_oo if lower is None else lower, int_oo if upper is None else upper)
+        environment.var_to_range[symbol] = bounds
+    environment.backed_var_to_val.update({symbol: sympy.Integer(hint) for symbol, hint in hints.items()})
+    return environment
+
+
+def _number(environment: Any, kind: str, expression: sympy.Basic, hint: Any) -> object:
+    match kind:
+        case "SymInt":
+            return environment.create_symintnode(expression, hint=hint)
+        case "SymFloat":
+            return environment.create_symfloatnode(expression, hint=hint)
+    return environment.create_symboolnode(expression)
+
+
+def _plain(bound: Any) -> int | None:
+    """None for an infinity."""
+    return None if bound in (int_oo, -int_oo) else int(bound)
