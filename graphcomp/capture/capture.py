@@ -25,6 +25,7 @@ from graphcomp.capture.operations import number_operations
 from graphcomp.capture.refuse import check_buffers, check_random_backward, explained
 from graphcomp.capture.regions import marked_regions
 from graphcomp.capture.state import Captured, Reachable, State, unchanged_model
+from graphcomp.capture.userfiles import is_user_file
 from graphcomp.compat.pytree import path_text, register_record, tree_flatten_with_path
 from graphcomp.compat.symbols import (
     FakeTensorMode,
@@ -35,7 +36,7 @@ from graphcomp.compat.symbols import (
     new_fake_mode,
     symbol_names,
 )
-from graphcomp.compat.tensor_parallel import part_like, whole
+from graphcomp.compat.tensor_parallel import forget_meshes, part_like, whole
 from graphcomp.compat.tracing import swapped_state, trace
 from graphcomp.errors import CaptureError, LossError
 from graphcomp.ir import meta
@@ -100,6 +101,8 @@ def capture(
     state = State.fake(model, mode, device)
     leaves = {path: fake_batch_leaf(mode, leaf, path) for path, leaf in tensors.items()}
     labels, results = Labels(), _Results()
+    if state.parts:
+        forget_meshes()
 
     def function(fakes: Sequence[torch.Tensor], batch_leaves: Sequence[torch.Tensor]) -> list[Any]:
         inputs = state.named(fakes)
@@ -115,7 +118,7 @@ def capture(
         return results.values
 
     with unchanged_model(model), explained(model, labels), mode:
-        module = trace(function, (state.fakes, list(leaves.values())))
+        module = trace(function, (state.fakes, list(leaves.values())), is_user_file)
         require_functional(module.graph)
     roles = [*state.roles, *(role.BatchLeaf(path) for path in leaves)]
     program, captured = _normalize(module, roles, results.roles, mode, leaves, Reachable(model, loss_fn, training))

@@ -1,14 +1,15 @@
-"""Functions whose C++ body, or that of their backward, reads sizes as plain numbers.
+"""Where sizes would stop being symbolic too early, or, in a text, would stay it too long.
 
-That would tie a program to the sizes of the example. PyTorch has second bodies in Python, which keep
-sizes symbolic, and takes them only under its Python dispatcher, which has no public name. It makes
-tracing two to three times as slow, so it is on only from the first such function to the end of a
-trace, where the backward is.
+There are functions whose C++ body, or that of their backward, reads sizes as plain numbers. That would tie a program
+to the sizes of the example. PyTorch has second bodies in Python, which keep sizes symbolic, and takes them only under
+its Python dispatcher, which has no public name. It makes tracing two to three times as slow, so it is on only from
+the first such function to the end of a trace, where the backward is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -34,6 +35,59 @@ CONCRETE = frozenset(
         torch.rnn_relu,
     }
 )
+
+
+_NUMBERS: dict[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+
+_MISSING: dict[str, Callable[..., Any]] = {
+    "__divmod__": lambda size, other: (size // other, size % other),
+    "__rdivmod__": lambda size, other: (other // size, other % size),
+    "__invert__": lambda size: -size - 1,
+}
+"""What an int can do and a symbolic one cannot."""
+
+
+@contextlib.contextmanager
+def whole_numbers() -> Iterator[None]:
+    """Within, symbolic sizes can do all that ints can."""
+    added = [name for name in _MISSING if not hasattr(torch.SymInt, name)]
+    for name in added:
+        setattr(torch.SymInt, name, _MISSING[name])
+    try:
+        yield
+    finally:
+        for name in added:
+            delattr(torch.SymInt, name)
+
+
+@contextlib.contextmanager
+def sizes_in_text(asks: Callable[[str], bool]) -> Iterator[None]:
+    """Within, a symbolic number of which code in certain files makes a text becomes a plain number, and its own guard.
+
+    asks: whether a source file counts. Such code would else get the name of a symbol, say nothing, and decide on it.
+    torch itself has no hook here, and prints symbols in messages of its own, which stay as they are.
+    """
+    before = [(kind, kind.__repr__) for kind in _NUMBERS]
+    for kind, spelled in before:
+        kind.__repr__, kind.__format__ = _text_of(_NUMBERS[kind], spelled, asks)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for kind, spelled in before:
+            kind.__repr__ = spelled  # type: ignore[method-assign]
+            del kind.__format__
+
+
+def _text_of(number: Callable[[Any], Any], spelled: Callable[[Any], str], asks: Callable[[str], bool]) -> Any:
+    def represent(self: Any) -> str:
+        return repr(number(self)) if asks(sys._getframe(1).f_code.co_filename) else spelled(self)
+
+    def represent_as(self: Any, form: str) -> str:
+        plain = asks(sys._getframe(1).f_code.co_filename)
+        return format(number(self), form) if plain else format(spelled(self), form)
+
+    return represent, represent_as
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 
-from graphcomp.compat.symbolic_sizes import SymbolicSizes
+from graphcomp.compat.symbolic_sizes import SymbolicSizes, sizes_in_text, whole_numbers
 
 
 @contextlib.contextmanager
@@ -70,8 +70,13 @@ def _no_fused_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def trace(function: Callable[..., Any], arguments: Sequence[Any]) -> GraphModule:
-    """make_fx over fake arguments (nested sequences of fake tensors), without decompositions."""
+def trace(
+    function: Callable[..., Any], arguments: Sequence[Any], is_user_file: Callable[[str], bool] = lambda _: False
+) -> GraphModule:
+    """make_fx over fake arguments (nested sequences of fake tensors), without decompositions.
+
+    is_user_file: the source files whose code gets plain numbers where it makes a text of a size.
+    """
     table: dict[Any, Callable[..., Any]] = {torch.ops.aten.baddbmm.default: _expand_first}
-    with SymbolicSizes(), _no_fused_attention():
+    with SymbolicSizes(), whole_numbers(), sizes_in_text(is_user_file), _no_fused_attention():
         return make_fx(function, table, tracing_mode="real", _allow_non_fake_inputs=True)(*arguments)

@@ -25,8 +25,9 @@ FUNCTIONS: frozenset[object] = frozenset({
     operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv,
     operator.mod, operator.neg, operator.pos, operator.abs, operator.pow, operator.lshift, operator.rshift,
     operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge, operator.and_, operator.or_,
-    operator.not_, torch.sym_max, torch.sym_min, torch.sym_int, torch.sym_float, torch.sym_ite, torch.sym_not,
-    torch.sym_sum, torch.sym_sqrt, math.ceil, math.floor, math.trunc, round, abs, min, max, float, int, pow,
+    operator.xor, operator.not_, torch.sym_max, torch.sym_min, torch.sym_int, torch.sym_float, torch.sym_ite,
+    torch.sym_not, torch.sym_sum, torch.sym_sqrt, math.ceil, math.floor, math.trunc, round, abs, min, max, float,
+    int, pow,
 })  # fmt: skip
 
 _READS_SIZES = frozenset({"aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset"})

@@ -30,6 +30,8 @@ from graphcomp.ir.signature import (
 _SCALARS = (Denominator, LossScale, Seed, Loss, Tokens, Metric)
 _NUMBERS = torch.SymInt | torch.SymFloat | torch.SymBool | int | float
 
+_MAY_YIELD_NOTHING = (torch.ops.aten.unbind.int,)  # of no rows
+
 
 def values(program: Program) -> Iterator[Fault]:
     for node in program.graph.nodes:
@@ -37,6 +39,8 @@ def values(program: Program) -> Iterator[Fault]:
             continue
         parts = meta.value(node)
         parts = parts if isinstance(parts, tuple | list) else (parts,)
+        if not parts and node.target in _MAY_YIELD_NOTHING:
+            continue
         if any(part is not None for part in parts) and all(
             isinstance(part, torch.Tensor | _NUMBERS | None) for part in parts
         ):

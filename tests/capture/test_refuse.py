@@ -58,8 +58,12 @@ def as_list(model: Any, h: Tensor) -> Tensor:
     return h * h.mean(dim=(0, 1)).tolist()[0]
 
 
-@pytest.mark.parametrize("code", [read_item, branch, pick, as_list])
-def test_code_that_decides_on_contents(code: Callable[[Any, Tensor], Any]) -> None:
+NUMBER = "what to do: keep it a tensor: torch.where"
+ELEMENTS = "what to do: keep all elements and weight them by the mask"
+
+
+@pytest.mark.parametrize(("code", "do"), [(read_item, NUMBER), (branch, NUMBER), (pick, ELEMENTS), (as_list, NUMBER)])
+def test_code_that_decides_on_contents(code: Callable[[Any, Tensor], Any], do: str) -> None:
     model = Code(code)
     line = code.__code__.co_firstlineno + 1
     with refused(
@@ -68,8 +72,8 @@ def test_code_that_decides_on_contents(code: Callable[[Any, Tensor], Any]) -> No
         "the code decides on the contents of a tensor, which one program for all batches cannot do",
         f"tests/capture/test_refuse.py:{line}",
         "Code",
-        "got: ",
-        "what to do: use torch.where or masks",
+        "got: it ",
+        do,
         "(see docs/errors.md#captureerror)",
     ):
         capture(model, loss_fn, batch())

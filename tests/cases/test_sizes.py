@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphcomp import TokenLoss, token_loss
-from graphcomp.errors import GuardError
+from graphcomp.errors import CaptureError, GuardError
 from tests.cases.tiny import assert_equal, next_token, relative, rows, step_of, tiny_gpt
 from tests.zoo.gpt import TinyGPT
 from tests.zoo.reference import reference
@@ -60,6 +61,8 @@ FREE: dict[str, Function] = {
     "products": lambda m, h, g: h * h.shape[0] ** 2 + h.shape[0] * g.shape[0],
     "fractions": lambda m, h, g: h * (h.shape[0] / 2) * (g.shape[0] + 1) ** -0.5 + math.ceil(h.shape[0] / 3),
     "a rest": lambda m, h, g: h * (h.shape[0] % 3),
+    "bits": lambda m, h, g: h * (h.shape[0] ^ 1) + (h.shape[0] & 3) + ~g.shape[0],
+    "whole and rest": lambda m, h, g: h * divmod(h.shape[0], 3)[0] + divmod(100, g.shape[0])[1],
     "the larger": lambda m, h, g: h * torch.sym_max(h.shape[0], g.shape[0]) + torch.sym_min(h.shape[0], 5),
     "elements and strides": lambda m, h, g: h / h.numel() + h.mT.contiguous().stride(0),
     "half": lambda m, h, g: h[: h.shape[0] // 2] * 2,
@@ -111,6 +114,9 @@ NUMBERS: dict[str, Function] = {
     "int": lambda m, h, g: h * int(h.shape[0]),
     "square root": lambda m, h, g: h / math.sqrt(h.shape[0]),
     "len": lambda m, h, g: h / len(h),
+    "a text": lambda m, h, g: h * len(f"{'x' * h.shape[0]}{h.shape[0]:04d}") + (f"{h.shape[0]}" == "4"),
+    "a shape as text": lambda m, h, g: h * int(str(h.shape).split("[")[1].split(",")[0]),
+    "a key": lambda m, h, g: h * {3: 1.5, 4: 2.0, 6: 2.5}[int(h.shape[0])],
     "a loop": lambda m, h, g: h + sum(h[i] * i for i in range(h.shape[0])),
     "a tensor": lambda m, h, g: h * torch.tensor(h.shape[0]),
 }
@@ -119,6 +125,34 @@ NUMBERS: dict[str, Function] = {
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_size_made_a_plain_number_is_a_program_for_each(name: str) -> None:
     check(NUMBERS[name], [(4, 4), (6, 3), (3, 5), (4, 2)], traces=3)
+
+
+def test_a_size_as_a_key_is_refused_with_a_remedy() -> None:
+    def halves(size: int) -> int:
+        return size // 2
+
+    uses: list[Function] = [
+        lambda m, h, g: h * {4: 2.0}[h.shape[0]],
+        lambda m, h, g: h * (h.shape[0] in {4, 5}),
+        lambda m, h, g: h * functools.cache(halves)(h.shape[0]),
+    ]
+    for use in uses:
+        step = step_of(tiny_gpt(lambda use=use: Sized(use)).double(), total)
+        with pytest.raises(CaptureError, match="uses a size of the batch as a key") as caught:
+            step.run([pair(4, 4)])
+        assert f"test_sizes.py:{use.__code__.co_firstlineno}" in str(caught.value.where)
+        assert "table[int(n)]" in str(caught.value.do)
+
+
+def test_a_shape_of_bits() -> None:
+    def rest(model: Sized, h: Tensor, g: Tensor) -> Tensor:
+        return torch.cat([h, h.new_zeros(h.shape[0] & 3, WIDTH), g[: g.shape[0] ^ 1]])
+
+    check(rest, [(6, 5), (9, 16)], traces=None)
+
+
+def test_a_loop_over_no_rows() -> None:
+    check(lambda m, h, g: g + sum(row * 2 for row in h), [(3, 2), (0, 4)], traces=2)
 
 
 def test_too_many_sizes_are_named_with_a_remedy() -> None:
