@@ -233,17 +233,12 @@ class CompiledStep:
 
         Raises ArtifactError on all ranks, naming what has changed, if it does not fit; then nothing is taken over.
         """
-        failure: Exception | None = None
-        store: Store | None = None
-        try:
-            state = self._dispatcher.guard.key()
-            store = Store(self._file_in(folder), self._key(), state, self.compiler)
-        except Exception as error:
-            failure = error
-        self.engine.agreement.share("", failure, "take over saved programs")
-        if failure is not None:
-            raise failure
-        self._dispatcher.store = store
+        path = self._file_in(folder)
+
+        def found() -> Store:
+            return Store(path, self._key(), self._dispatcher.guard.key(), self.compiler)
+
+        self._dispatcher.store = self.engine.together.look("take over saved programs", found)
 
     def _file_in(self, folder: str | Path) -> Path:
         return Path(folder) / f"rank_{self.rank or 0}.programs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphcomp as gc
-from graphcomp.errors import AgreementError, NonFiniteError, RankFailure
+from graphcomp.errors import AgreementError, ArtifactError, NonFiniteError, RankFailure
 from graphcomp.testing import run_ranks
 from tests.trainer.speaking import Several, built, texts, train
 
@@ -73,23 +74,42 @@ def stops(rank: int, world_size: int) -> list[str]:
     return said
 
 
-def everything(rank: int, world_size: int) -> dict[str, Any]:
+def starts_again(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """A second start with the programs of the first; and one whose programs are those of another model on one rank."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("pp",))
+    plan = gc.Plan(mesh=mesh, backend="eager", quiet=True, deadline=60.0)
+    found = []
+    for saved in (None, folder):
+        model = gc.compile(built(Several, "token", 4), plan=plan, saved=saved)
+        losses = train(model, model.model.parameters(), data(1, 0))
+        found.append((losses, model.step.stats.traces))
+        model.step.save(folder)
+    other = built(Several, "scalar" if rank == 1 else "token", 4)
+    try:
+        gc.compile(other, plan=plan, saved=folder)
+    except (ArtifactError, RankFailure) as error:
+        return {"found": found, "error": f"{type(error).__name__}: {error}"}
+    return {"found": found, "error": "none"}
+
+
+def everything(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     if world_size == 4:
         return {"pp2 dp2": four_lines((2, 2))}
-    return {"pp2": four_lines((2, 1)), "dp2": four_lines((1, 2)), "stops": stops(rank, world_size)}
+    found: dict[str, Any] = {"pp2": four_lines((2, 1)), "dp2": four_lines((1, 2)), "stops": stops(rank, world_size)}
+    return found | {"again": starts_again(rank, world_size, folder)}
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_one_text_at_every_layout(world_size: int) -> None:
-    found = run_ranks(everything, world_size, world_size, timeout=120)
+def test_one_text_at_every_layout(world_size: int, tmp_path: Path) -> None:
+    found = run_ranks(everything, world_size, world_size, str(tmp_path), timeout=120)
     alone = built(Several, "token", 4)
     model = gc.compile(alone, plan=gc.Plan(backend="eager", quiet=True))
     expected = train(model, alone.parameters(), data(1, 0))
     with torch.no_grad():
         expected.append(model.forward(model.prepare_batch(data(1, 0)[0])).loss.item())
     parameters = dict(alone.named_parameters())
-    for layout in found[0].keys() - {"stops"}:
+    for layout in found[0].keys() - {"stops", "again"}:
         for losses, owned, traces in (one[layout] for one in found):
             assert losses == pytest.approx(expected, rel=1e-9), layout
             for name, value in owned.items():
@@ -103,3 +123,8 @@ def test_one_text_at_every_layout(world_size: int) -> None:
             assert "no such document" in said[1]
             assert said[3].startswith("NonFiniteError: step 2 yields a value that is not finite")
             assert "stage 0 of data rank 0, microbatch 0, forward" in said[3]
+        for rank, again in enumerate(one["again"] for one in found):
+            (losses, traces), (later, none) = again["found"]
+            assert losses == later and (traces, none) == (1, 0)
+            assert again["error"].startswith(("RankFailure: rank 1 could not take over", "ArtifactError: ")[rank])
+            assert "attribute 'kind': was str 'token', is str 'scalar'" in again["error"]
