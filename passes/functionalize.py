@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 
 from graphcomp.compat.aliasing import viewed_argument, written_arguments
+from graphcomp.compat.symbols import hint
 from graphcomp.errors import CaptureError, StateError
 from graphcomp.ir import meta
 from graphcomp.ir.program import Program
@@ -85,8 +86,9 @@ def functionalize(program: Program) -> Program:
 
 class _Replay(Replay):
     def operation(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        exchange = HIDDEN_WRITES.get(target) or NEEDLESS_READS.get(target) or STATIC_ONLY.get(target)
-        return exchange(*args, **kwargs) if exchange else target(*args, **kwargs)
+        tables = (HIDDEN_WRITES, NEEDLESS_READS, STATIC_ONLY, IN_MEMORY)
+        exchange = next((table[target] for table in tables if target in table), target)
+        return exchange(*args, **kwargs)
 
 
 def _batch_norm(
@@ -155,10 +157,20 @@ NEEDLESS_READS: dict[Any, Callable[..., Any]] = {
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
 }
+
+
+def _bernoulli(x: Any, *rest: Any, **options: Any) -> Any:
+    """Draws into a transposed tensor in the order of its memory, as eager does; the functional form is row-major."""
+    order = sorted(range(x.dim()), key=lambda dimension: -hint(x.stride(dimension)))
+    aten.bernoulli_.float(x if order == sorted(order) else x.permute(order), *rest, **options)
+    return x
+
+
 STATIC_ONLY: dict[Any, Callable[..., Any]] = {
     # torch's functionalization of it asks for plain sizes; the functional form draws the same numbers.
     aten.exponential_.default: lambda x, *rate: aten.copy_.default(x, aten.exponential.default(x, *rate)),
 }
+IN_MEMORY: dict[Any, Callable[..., Any]] = {aten.bernoulli_.float: _bernoulli}
 
 
 def _root(node: Node) -> Node:

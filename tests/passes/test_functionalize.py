@@ -9,6 +9,7 @@ import torch
 from expecttest import TestCase
 from torch import Tensor, nn
 
+from graphcomp import Plan, testing
 from graphcomp.capture.capture import capture
 from graphcomp.errors import CaptureError, StateError
 from graphcomp.ir import interp, meta
@@ -229,3 +230,17 @@ the model or the loss changes the input 'batch ['x']' in place
     def test_captured(self) -> None:
         with pytest.raises(CaptureError, match="captured table"):
             functionalize(refused(role.Captured("table")))
+
+
+class DropsTransposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.fc(x).transpose(0, 1), 0.5)
+
+
+def test_a_draw_into_transposed_memory_is_that_of_eager() -> None:
+    plan = Plan(backend="eager", quiet=True)
+    testing.check_parity(DropsTransposed(), lambda output, x: output.square().mean(), [torch.randn(3, 4)], plan=plan)
