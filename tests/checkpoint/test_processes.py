@@ -30,7 +30,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "dp4": ((4,), ("dp",)),
 }
 SAVED = ("replicate", "shard")
-OTHERS = (("pp4", "replicate"), ("dp4", "shard"), ("dp4", "replicate"))
+OTHERS = (("pp4", "replicate"), ("dp4", "shard"))
 SEED = 5
 
 
@@ -81,8 +81,7 @@ class Job:
 
     def trainer(self, build: Callable[[], Decoder], kind: Any = torch.optim.AdamW) -> Trainer:
         step = step_of(build(), **self.options)
-        if all(p.device.type == "meta" for p in step.model.parameters()):
-            step.compile(batches(0)[0])
+        step.compile(batches(0)[0])
         return Trainer(step, kind)
 
 
@@ -155,8 +154,6 @@ def broken(*_: Any) -> None:
 def gone_on(job: Job, folder: Path, build: Callable[[], Decoder] = meta_decoder) -> dict[str, Any]:
     """From a checkpoint, two more steps."""
     trainer = job.trainer(build)
-    if build is not meta_decoder:
-        trainer.step.compile(batches(0)[0])
     trainer.load(folder)
     steps = trainer.step.stats.steps
     losses = trainer.train(range(2, 4), job.place)
@@ -204,10 +201,10 @@ def at_all_layouts(rank: int, place: Path) -> dict[Any, Any]:
         torch.manual_seed(100 + rank)
         found["unbroken", mode] = gone_on(job, place / mode)
         found["async", mode] = sorted(path.name for path in (place / f"{mode} async").iterdir())
-        found["weights", mode] = weights(job, place, rank)
+    found["weights"] = weights(job, place, rank)
     for layout, mode in OTHERS:
         torch.manual_seed(200 + rank)
-        build = decoder if (layout, mode) == ("dp4", "replicate") else meta_decoder
+        build = decoder if layout == "pp4" else meta_decoder
         found["gone on", layout, mode] = gone_on(Job(layout, mode), place / "shard", build)
     found["momentum"] = momentum(place)
     return found
@@ -272,13 +269,13 @@ def test_a_rank_takes_memory_for_what_it_owns(ranks: list[dict[Any, Any]], mode:
         assert found["owned"] <= found["peak"] <= found["owned"] + found["largest"]
 
 
-@pytest.mark.parametrize("mode", SAVED)
-def test_what_is_too_early_or_differs_is_refused_on_all_ranks(ranks: list[dict[Any, Any]], mode: str) -> None:
+def test_what_is_too_early_or_differs_is_refused_on_all_ranks(ranks: list[dict[Any, Any]]) -> None:
     for number, rank in enumerate(ranks):
-        assert rank["built", mode]["uncut"].startswith("StepError: it is not known yet which stage owns what")
-        assert "still on the meta device" in rank["built", mode]["early"]
-        assert rank["built", mode]["seeds"].startswith("AgreementError")
-        found = rank["weights", mode]
+        for mode in SAVED:
+            assert rank["built", mode]["uncut"].startswith("StepError: it is not known yet which stage owns what")
+            assert "still on the meta device" in rank["built", mode]["early"]
+            assert rank["built", mode]["seeds"].startswith("AgreementError")
+        found = rank["weights"]
         kind = (
             "CheckpointError: the names do not fit the model" if number == 1 else "RankFailure: rank 1 could not load"
         )
