@@ -1,7 +1,7 @@
 # All happens in .venv, made on first use with the first Python >= 3.11 found (or: make PYTHON=path).
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-null lint format types bench clean distclean
+.PHONY: help env demo test test-null lint format types gallery bench clean distclean
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 or newer is needed (make PYTHON=/path/to/python)"; exit 1; }
 	@[ -x $(BIN)/pip ] || { echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing (the first time this downloads PyTorch; some minutes)"
-	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,hf]'
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,hf,pretrained]'
 	@touch $@
 
 demo: $(STAMP) ## train a small GPT on real text: 2 processes, 2 pipeline stages, compiled
@@ -52,6 +52,9 @@ types: $(STAMP) ## mypy on the built package
 	@$(BIN)/python -m pip install -q --no-deps --no-build-isolation --target $(TYPED) .
 	@set -o pipefail; cd $(TYPED) && $(CURDIR)/$(BIN)/python -m mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache -p graphcomp | sed 's#^graphcomp/passes/#passes/#'
+
+gallery: $(STAMP) ## capture and cut other people's models, compare with eager, write docs/gallery.md
+	@$(BIN)/python -m tests.gallery docs/gallery.md
 
 bench: $(STAMP) ## step time, memory and compile time against torch's own pipelining, DDP and FSDP
 	@$(BIN)/python benchmarks/pipeline.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -118,3 +119,13 @@ def test_data_is_the_same_every_time_and_ragged() -> None:
     one, two = (next(text.steps(texts, 4, 2, 7, torch.device("cpu"))) for _ in range(2))
     assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(one, two, strict=True))
     assert len({batch["tokens"].shape for batch in one}) > 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("silero_vad") is None, reason="needs the package silero-vad")
+def test_pretrained(tmp_path: Path) -> None:
+    """Real weights: they know silence, and fine-tuning in two stages leaves them what eager makes of them."""
+    shown = run("06_pretrained.py", "--steps", "4", cwd=tmp_path)
+    found = re.search(r"silence is speech with a probability of ([\d.]+)", shown)
+    assert found is not None and float(found[1]) < 0.1
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+) in two stages", shown)]
+    assert len(losses) == 4 and losses[-1] < 0.2 * losses[0]
