@@ -192,6 +192,8 @@ class Preparation:
         Raises StateError for a model of which something cannot be initialised, also if another rank holds that.
         """
         names = [name for name in on_meta(self.compiler.model) if self.is_placed and self.holds(name)]
+        if self.is_placed and not names:
+            return _nothing
         return initialisation(self.compiler.model, recipe, names, self.holding)
 
     def memory(self, filled: Collection[str], init: Initialiser | None) -> Callable[[], None]:
@@ -243,7 +245,8 @@ class Preparation:
         actions = [action for program in programs.ranks for action in programs.schedule.ranks[program.rank]]
         regather = self.layout.data_axis if self.compiler.plan.regather else None
         together = {
-            axis: exchanges(actions, partitioned, axis == regather, peers) for axis, peers in self.layout.peers.items()
+            axis: exchanges(actions, partitioned, axis == regather, peers, formulas=axis != "tp")
+            for axis, peers in self.layout.peers.items()
         }
         return _Compiled(tuple(line), partitioned, callables, self.contribution(line), together)
 

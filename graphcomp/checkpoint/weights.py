@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from graphcomp.checkpoint.entries import EXTRA_STATE, Entries, Entry, entries, set_extra_state
 from graphcomp.checkpoint.files import Source, open_weights
 from graphcomp.compat.sharded import local_rows
+from graphcomp.compat.tensor_parallel import is_part, placed
 from graphcomp.errors import CheckpointError
 from graphcomp.runtime.initial import Initialiser, is_on_meta
 
@@ -94,6 +95,7 @@ def fill(
     """Read what this rank owns from a source. every: the source has to have what other ranks own, too."""
 
     def prepare() -> tuple[Source, Match, Callable[[], None]]:
+        _check_whole(entries(step))
         source = look()
         found = match(entries(step), source.shapes, strict, every)
         return source, found, step.engine.preparation.memory([one.name for one, _ in found.read], init)
@@ -114,6 +116,17 @@ def fill(
 
     step.together("loading weights", work)
     return found.differences
+
+
+def _check_whole(held: Entries) -> None:
+    """Raise CheckpointError for a model that is laid out over tensor ranks: nothing here knows its parts."""
+    part = next((one for one in held.tensors if is_part(one.tensor)), None)
+    if part is not None:
+        raise CheckpointError(
+            f"'{part.name}' is laid out over tensor ranks, and whole weights are not cut up for them here",
+            got=f"a DTensor {placed(part.tensor)}",
+            do="load them into the whole model, before parallelize_module; or use checkpoint.load, which reads parts",
+        )
 
 
 def _placed(step: CompiledStep, read: Iterable[tuple[Entry, str]]) -> list[tuple[Entry, str]]:

@@ -1,6 +1,6 @@
 """Parameters of which every tensor rank holds a part (axis `tp`): DTensors, as `parallelize_module` makes them.
 
-Whether `loss_parallel` is on has no public name.
+Whether `loss_parallel` is on has no public name, nor has what torch keeps of operators on DTensors.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel.loss import customized_loss_ops
 
 AXIS = "tp"
@@ -50,6 +51,12 @@ def part_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, DTensor):
         return value.full_tensor()
     return value.redistribute(placements=like.placements).to_local()
+
+
+def forget_meshes() -> None:
+    """Let no operator on DTensors go by what torch has kept of earlier ones: that includes their meshes, and a mesh that
+    is equal to the present one may have process groups that are gone."""
+    _clear_sharding_prop_cache()
 
 
 def loss_parallel_is_on() -> bool:

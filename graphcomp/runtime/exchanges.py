@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch.fx import Node
 
 from graphcomp.compat.collective_operators import ALL_TO_ALL
@@ -16,7 +17,7 @@ from graphcomp.ir.collective_calls import axis_of, is_start
 from graphcomp.ir.digest import number_of
 from graphcomp.ir.program import Program
 from graphcomp.ir.sizes import evaluator
-from graphcomp.ir.spelling import Symbols, operation, value
+from graphcomp.ir.spelling import Symbols, dtype, operation, value
 from graphcomp.partition import Partitioned
 from graphcomp.partition.stages import Stage
 from graphcomp.schedule.actions import Action, Kind
@@ -45,12 +46,17 @@ class Exchanges:
 
 
 def exchanges(
-    actions: Sequence[Action], specialisations: Sequence[Partitioned], regather: bool, peers: Sequence[int] = ()
+    actions: Sequence[Action],
+    specialisations: Sequence[Partitioned],
+    regather: bool,
+    peers: Sequence[int] = (),
+    formulas: bool = True,
 ) -> Exchanges:
     """Of a rank that does these actions; what is done once a step is not among them.
 
     specialisations: one a microbatch. regather: parameters are gathered before each action. peers: global ranks, along
-    an axis of the mesh; collectives of the model over all of them count.
+    an axis of the mesh; collectives of the model over all of them count. formulas: the peers have the same program, and
+    so the same formulas for sizes; otherwise only the sizes count.
     """
     lines: list[str] = []
     shapes = []
@@ -60,7 +66,7 @@ def exchanges(
         if program is not None:
             found = ["gathers its parameters"] if regather else []
             for node in _collectives(program, cut, set(peers)):
-                found.append(_text(node, Symbols(program)))
+                found.append(_text(node, Symbols(program), formulas))
                 shape = _shape(node, program)
                 if shape is not None:
                     shapes.append((action.microbatch, shape))
@@ -79,10 +85,13 @@ def _collectives(program: Program, cut: Partitioned, peers: set[int]) -> Iterato
             yield node
 
 
-def _text(node: Node, symbols: Symbols) -> str:
-    source = meta.note(node).source
+def _text(node: Node, symbols: Symbols, formulas: bool) -> str:
+    source, tensor = meta.note(node).source, meta.tensor(node)
     where = f" at {source}" if source else ""
-    return f"{operation(node.target)} over {axis_of(node)}, gives {value(meta.value(node), symbols)}{where}"
+    form = value(meta.value(node), symbols)
+    if not formulas and tensor is not None and any(isinstance(size, torch.SymInt) for size in tensor.shape):
+        form = f"{dtype(tensor.dtype)} of {tensor.dim()} dimensions"
+    return f"{operation(node.target)} over {axis_of(node)}, gives {form}{where}"
 
 
 def _shape(node: Node, program: Program) -> Callable[[Mapping[str, int]], tuple[int, ...]] | None:

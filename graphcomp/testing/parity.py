@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from graphcomp.capture import Joint
 from graphcomp.compat.sharded import local_rows, rows_like
+from graphcomp.compat.tensor_parallel import is_part, parts
 from graphcomp.compiler import GraphCompiler
 from graphcomp.errors import ParityError, PlanError, StepError
 from graphcomp.ir import signature as role
@@ -93,6 +94,13 @@ def check_parity(
             where="check_parity(data_ranks=...)",
             expected="data_ranks only where there is no mesh and no step",
             do="leave `data_ranks` out; every rank gives its own microbatches",
+        )
+    part = next((name for name, tensor in parts(model).items() if is_part(tensor)), None)
+    if part is not None:
+        raise PlanError(
+            "a model that is laid out over tensor ranks has no eager reference in one process",
+            where=f"'{part}'",
+            do="compare the model as it is before parallelize_module, on a mesh without the axis 'tp'",
         )
     compared = _compared(model, loss_fn, list(microbatches), plan or Plan(), step, data_ranks)
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}

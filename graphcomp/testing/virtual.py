@@ -44,7 +44,7 @@ class VirtualStep:
                 "virtual ranks need the whole model in this process",
                 where=f"parameter '{sharded}'",
                 expected="plain parameters",
-                got="a parameter of which this rank holds some rows",
+                got="a parameter of which this rank holds a part",
                 do="build the model anew and load its full state dict",
             )
         plan = replace(plan or Plan(), mesh=None, stages=(plan or Plan()).stage_count)

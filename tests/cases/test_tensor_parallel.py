@@ -19,10 +19,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 import graphcomp as gc
+from graphcomp.errors import AgreementError, StepError
 from graphcomp.testing import run_ranks
 
 WIDTH, HEADS, CLASSES = 8, 4, 12
-SHAPES = ((3, 6), (2, 4))  # of the microbatches
+SHAPES = ((4, 6), (2, 4))  # of the microbatches
 
 
 class Attention(nn.Module):
@@ -59,10 +60,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__()
         self.embed, self.norm = nn.Embedding(CLASSES, WIDTH), nn.LayerNorm(WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, CLASSES, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -72,12 +73,12 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def build() -> GPT:
+def build(blocks: int = 2) -> GPT:
     torch.manual_seed(0)
-    return GPT().double()
+    return GPT(blocks).double()
 
 
-def laid_out(mesh: DeviceMesh, sequence: bool, classes: bool) -> GPT:
+def laid_out(mesh: DeviceMesh, sequence: bool, classes: bool, blocks: int = 2) -> GPT:
     """sequence: activations between the layers are in parts of the sequence. classes: logits stay in parts."""
     between = Shard(1) if sequence else Replicate()
     inside = (
@@ -94,7 +95,7 @@ def laid_out(mesh: DeviceMesh, sequence: bool, classes: bool) -> GPT:
     if sequence:
         outside |= {"embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))}
         outside |= {"norm": SequenceParallel()}
-    model = parallelize_module(build(), mesh, outside)
+    model = parallelize_module(build(blocks), mesh, outside)
     for block in model.blocks:
         columns = {name: ColwiseParallel() for name in ("attn.q", "attn.k", "attn.v", "mlp.up")}
         rows = {name: RowwiseParallel(output_layouts=between) for name in ("attn.o", "mlp.down")}
@@ -129,8 +130,8 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def reference() -> list[tuple[float, float, dict[str, Tensor]]]:
-    model = build()
+def reference(blocks: int) -> list[tuple[float, float, dict[str, Tensor]]]:
+    model = build(blocks)
     batches = [batch_of(number) for number in range(len(SHAPES))]
 
     def step() -> Any:
@@ -142,15 +143,15 @@ def reference() -> list[tuple[float, float, dict[str, Tensor]]]:
     return train(model, step)
 
 
-def run(rank: int, axes: dict[str, int], sequence: bool, classes: bool, backend: Any = "eager") -> Any:
+def run(rank: int, axes: dict[str, int], sequence: bool, classes: bool, blocks: int = 2, backend: Any = "eager") -> Any:
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    model = laid_out(mesh["tp"], sequence, classes)
-    compiled = gc.compile_train_step(
-        model, loss_fn, plan=gc.Plan(mesh=mesh, backend=backend, quiet=True, deadline=60.0)
-    )
+    model = laid_out(mesh["tp"], sequence, classes, blocks)
+    plan = gc.Plan(mesh=mesh, backend=backend, quiet=True, deadline=60.0)
+    compiled = gc.compile_train_step(model, loss_fn, plan=plan)
+    numbers = range(len(SHAPES)) if "dp" not in axes else [mesh.get_local_rank("dp")]
 
     def step() -> Any:
-        loss = compiled([batch_of(number) for number in range(len(SHAPES))]).loss.item()
+        loss = compiled([batch_of(number) for number in numbers]).loss.item()
         return loss, gc.clip_grad_norm_(compiled, 0.5).item(), compiled.named_parameters
 
     found = train(model, step)
@@ -161,10 +162,10 @@ def run(rank: int, axes: dict[str, int], sequence: bool, classes: bool, backend:
     return found, compiled.explain(), compiled.stats.traces
 
 
-def compare(found: list[Any], traces: int = 1) -> None:
-    expected, seen = reference(), set()
-    for steps, _, traced in found:
-        assert traced == traces
+def compare(found: list[Any], blocks: int = 2) -> None:
+    expected, seen = reference(blocks), set()
+    for steps, explained, traced in found:
+        assert traced == 1 and "tensor ranks" in explained
         for (loss, norm, gradients), (true_loss, true_norm, true_gradients) in zip(steps, expected, strict=True):
             assert (loss, norm) == (pytest.approx(true_loss, rel=1e-9), pytest.approx(true_norm, rel=1e-9))
             for name, gradient in gradients.items():
@@ -174,12 +175,68 @@ def compare(found: list[Any], traces: int = 1) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("sequence", "classes"), [(False, False), (True, True)])
-def test_two_tensor_ranks(sequence: bool, classes: bool) -> None:
-    found = run_ranks(run, 2, {"tp": 2}, sequence, classes)
-    compare(found, traces=2)
+@pytest.mark.inductor
+def test_compiled() -> None:
+    compare(run_ranks(run, 2, {"tp": 2}, False, True, 1, "inductor"), blocks=1)
 
 
 @pytest.mark.gloo
-def test_cut() -> None:
-    compare(run_ranks(run, 4, {"pp": 2, "tp": 2}, True, True), traces=2)
+def test_cut_with_parts_of_sequences_and_classes() -> None:
+    compare(run_ranks(run, 4, {"pp": 2, "tp": 2}, True, True))
+
+
+class Small(nn.Module):
+    """A plain layer before two that are laid out; the output stays a DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(self.norm(x)).tanh())
+
+
+def small(mesh: DeviceMesh, seed: int = 0) -> Small:
+    torch.manual_seed(0)
+    model = Small()
+    torch.manual_seed(seed)
+    nn.init.normal_(model.norm.weight)
+    layers = {"first": ColwiseParallel(), "second": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)}
+    return parallelize_module(model, mesh, layers)
+
+
+def squares(output: Tensor, batch: Any) -> Tensor:
+    return output.square().mean()
+
+
+def refused(mesh: DeviceMesh) -> list[str]:
+    plan = gc.Plan(mesh=mesh, backend="eager", quiet=True, deadline=60.0)
+    rank = mesh.get_local_rank("tp")
+    step = gc.compile_train_step(small(mesh["tp"]), squares, plan=plan)
+    calls: list[Any] = [
+        lambda: gc.compile_train_step(small(mesh["tp"], seed=rank), squares, plan=plan)([torch.ones(2, 6, 4)]),
+        lambda: step([torch.ones(2 + 2 * rank, 6, 4)]),
+        lambda: step([torch.ones(2, 6, 4)], outputs="local"),
+    ]
+    heard = []
+    for call in calls:
+        with pytest.raises((AgreementError, StepError)) as caught:
+            call()
+        heard.append(f"{caught.value.what}: {caught.value.expected} / {caught.value.got}")
+    return heard
+
+
+def over_data_ranks(rank: int) -> Any:
+    found = run(rank, {"dp": 2, "tp": 2}, False, False)
+    return found, refused(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+
+
+@pytest.mark.gloo
+def test_over_data_ranks() -> None:
+    """Each data rank has one of the microbatches. Tensor ranks add nothing to the count, and have much in common."""
+    found = run_ranks(over_data_ranks, 4)
+    compare([steps for steps, _ in found])
+    for _, (plain, sizes, output) in found:
+        assert "'norm.weight', a plain tensor and so the same on all tensor ranks: checksum" in plain
+        assert "sizes [2" in sizes and "sizes [4" in sizes
+        assert "the model's output cannot be returned: it holds a DTensor" in output

@@ -1,0 +1,196 @@
+"""Capture of models that are laid out over tensor ranks: programs of parts, with the collectives between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+
+import graphcomp as gc
+from graphcomp.capture import capture
+from graphcomp.capture.guards import ModelGuard
+from graphcomp.compiler import joint_passes
+from graphcomp.errors import GraphcompError, LossError, PlanError
+from graphcomp.ir.collective_calls import axis_of, is_start
+from graphcomp.ir.printer import print_program
+from graphcomp.ir.program import Program
+from graphcomp.passes.manager import PassManager
+from graphcomp.runtime.tensor_ranks import check_parts
+from graphcomp.testing import check_parity, run_virtual
+from tests.collectives.fake import fake_mesh
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).tanh())
+
+
+def squares(output: Tensor, batch: Any) -> Tensor:
+    return output.square().mean()
+
+
+def laid_out(mesh: DeviceMesh) -> nn.Module:
+    return parallelize_module(MLP(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def program_of(model: nn.Module, loss_fn: Callable[..., Any], batch: Any, mesh: DeviceMesh) -> Program:
+    joint = capture(model, loss_fn, batch, mesh=mesh)
+    return PassManager(joint_passes(seeded=True)).run(joint.program)
+
+
+def issued(program: Program) -> list[tuple[str, str]]:
+    return [(str(n.target).split(".")[1], axis_of(n) or "") for n in program.calls() if is_start(n)]
+
+
+class TestText(TestCase):
+    maxDiff = None
+
+    def test_program(self) -> None:
+        """Inputs are the parts of a rank; `parallelize_module` adds collectives; every rank prints the same."""
+        texts = set()
+        for rank in (0, 3):
+            with fake_mesh(rank, dp=2, tp=2) as mesh:
+                program = program_of(laid_out(mesh["tp"]), squares, torch.ones(6, 4), mesh)
+                texts.add(print_program(program, notes=False))
+        (text,) = texts
+        self.assertExpectedInline(
+            text,
+            """\
+joint program "joint"
+  %up_weight: f32[3, 4] = param up.weight
+  %up_bias: f32[3] = param up.bias
+  %down_weight: f32[4, 3] = param down.weight
+  %down_bias: f32[4] = param down.bias
+  %batch: f32[s0, 4] = batch batch
+  %denominator_loss: i64[] = denominator loss
+  %loss_scale: f32[] = loss_scale
+  %s0: int = size s0
+  %t: f32[4, 3] = t(%up_weight)
+  %addmm: f32[s0, 3] = addmm(%up_bias, %batch, %t)
+  %tanh: f32[s0, 3] = tanh(%addmm)
+  %t_1: f32[3, 4] = t(%down_weight)
+  %div: f32[4] = div.Tensor(%down_bias, 2)
+  %addmm_1: f32[s0, 4] = addmm(%div, %tanh, %t_1)
+  %all_reduce: f32[s0, 4] = _c10d_functional.all_reduce(%addmm_1, 'sum', tp)
+  %wait_tensor: f32[s0, 4] = _c10d_functional.wait_tensor(%all_reduce)
+  %pow_1: f32[s0, 4] = pow.Tensor_Scalar(%wait_tensor, 2)
+  %mean: f32[] = mean(%pow_1)
+  %_to_copy: f32[] = _to_copy(%denominator_loss, dtype=f32)
+  %div_2: f32[] = div.Tensor(%loss_scale, %_to_copy)
+  %expand: f32[s0, 4] = expand(%div_2, [%s0, 4])
+  %mul_112: int 4*s0 = 4 * %s0
+  %div_3: f32[s0, 4] = div.Scalar(%expand, %mul_112)
+  %pow_2: f32[s0, 4] = pow.Tensor_Scalar(%wait_tensor, 1.0)
+  %mul_40: f32[s0, 4] = mul.Scalar(%pow_2, 2.0)
+  %mul_41: f32[s0, 4] = mul.Tensor(%div_3, %mul_40)
+  %mm: f32[s0, 3] = mm(%mul_41, %down_weight)
+  %t_3: f32[4, s0] = t(%mul_41)
+  %mm_1: f32[4, 3] = mm(%t_3, %tanh)
+  %sum_1: f32[1, 4] = sum.dim_IntList(%mul_41, [0], True)
+  %view_9: f32[4] = view(%sum_1, [4])
+  %tanh_backward: f32[s0, 3] = tanh_backward(%mm, %tanh)
+  %t_6: f32[3, s0] = t(%tanh_backward)
+  %mm_2: f32[3, 4] = mm(%t_6, %batch)
+  %sum_2: f32[1, 3] = sum.dim_IntList(%tanh_backward, [0], True)
+  %view_11: f32[3] = view(%sum_2, [3])
+return loss loss = %mean
+return output output = %wait_tensor
+return grad up.weight = %mm_2
+return grad up.bias = %view_11
+return grad down.weight = %mm_1
+return grad down.bias = %view_9
+""",
+        )
+
+
+class Logits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
+def class_parallel(mesh: DeviceMesh, layout: Any) -> nn.Module:
+    return parallelize_module(Logits(), mesh, {"head": ColwiseParallel(output_layouts=layout, use_local_output=False)})
+
+
+def test_a_loss_over_parts_of_the_classes() -> None:
+    """The same program whoever asks for it: `token_loss`, or user code that is in `loss_parallel` in forward only."""
+
+    def token_loss(logits: Tensor, batch: Any) -> gc.TokenLoss:
+        return gc.token_loss(logits, batch["labels"])
+
+    def in_context(logits: Tensor, batch: Any) -> gc.TokenLoss:
+        with loss_parallel():
+            total = F.cross_entropy(logits, batch["labels"], reduction="sum")
+        return gc.TokenLoss(total, (batch["labels"] != -100).sum())
+
+    batch = {"x": torch.ones(6, 4), "labels": torch.zeros(6, dtype=torch.int64)}
+    with fake_mesh(1, tp=2) as mesh:
+        parts, whole = class_parallel(mesh["tp"], Shard(-1)), class_parallel(mesh["tp"], Replicate())
+        found = [issued(program_of(parts, each, batch, mesh)) for each in (token_loss, in_context)]
+        gathered = issued(program_of(whole, token_loss, batch, mesh))
+    # The largest logit, the sum of exponentials, the logit of the label: nothing of the size of the classes.
+    assert found[0] == found[1] == [("all_reduce", "tp")] * 3
+    assert gathered == [("all_gather_into_tensor", "tp")]
+
+
+def test_token_loss_has_no_options_over_parts_of_the_classes() -> None:
+    with fake_mesh(tp=2) as mesh:
+        logits = DTensor.from_local(torch.ones(3, 6), mesh["tp"], [Shard(1)], run_check=False)
+        with pytest.raises(LossError, match="no options where the classes are laid out over tensor ranks") as caught:
+            gc.token_loss(logits, torch.zeros(3, dtype=torch.int64), label_smoothing=0.1)
+        assert caught.value.got == "label_smoothing"
+
+
+def refusal(model: nn.Module, plan: gc.Plan) -> PlanError:
+    with pytest.raises(PlanError) as caught:
+        check_parts(plan, model)
+    return caught.value
+
+
+def test_dtensors_that_a_plan_cannot_use() -> None:
+    with fake_mesh(dp=2, tp=2) as mesh:
+        model = laid_out(mesh["tp"])
+        plan = gc.Plan(mesh=mesh, quiet=True)
+        check_parts(plan, model)
+        found = refusal(model, gc.Plan(quiet=True))
+        assert found.what == "'up.weight' is laid out over the axis 'tp' of a mesh that is not the plan's"
+        other = distribute_module(MLP(), mesh["dp"])
+        assert refusal(other, plan).what == "'up.weight' is laid out over another mesh than the plan's axis 'tp'"
+        assert str(refusal(distribute_module(MLP(), mesh), plan).got).startswith("(Replicate(), Replicate()) over")
+
+
+def test_tools_that_need_the_whole_model_in_one_process() -> None:
+    with fake_mesh(tp=2) as mesh:
+        model = laid_out(mesh["tp"])
+        for tool in (check_parity, run_virtual):
+            with pytest.raises(GraphcompError) as caught:
+                tool(model, squares, [torch.ones(2, 4)])
+            assert "'up.weight'" in (caught.value.where or "")
+
+
+def test_a_parameter_that_becomes_a_dtensor_is_noticed() -> None:
+    with fake_mesh(tp=2) as mesh:
+        model = MLP()
+        guard = ModelGuard(model, squares)
+        before = guard.key()
+        whole = DTensor.from_local(torch.ones(4, 6), mesh["tp"], [Replicate()], run_check=False)
+        model.down.weight = nn.Parameter(whole)
+        assert guard.difference(before, guard.key()) == [
+            "parameter 'down.weight' was a plain tensor and is (Replicate(),)",
+        ]
