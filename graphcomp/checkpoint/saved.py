@@ -7,7 +7,6 @@ is written once; a sharded one in parts, and read in others if the layout is ano
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,8 +22,9 @@ from torch.optim import Optimizer
 from graphcomp.checkpoint.entries import Entries, entries, set_extra_state
 from graphcomp.checkpoint.optimizers import groups_to_load, load_optimizer, optimizer_state, tensors_to_load
 from graphcomp.checkpoint.weights import match
-from graphcomp.checkpoint.writing import PLAIN, Contents, World, as_bytes, begin, find, from_bytes, write
+from graphcomp.checkpoint.writing import PLAIN, Contents, World, alone, as_bytes, begin, find, from_bytes, write
 from graphcomp.errors import CheckpointError
+from graphcomp.runtime.failure import error_text
 from graphcomp.runtime.initial import Initialiser
 
 if TYPE_CHECKING:
@@ -128,9 +128,7 @@ class _Found:
         if optimizer is not None:
             held = tensors_to_load(step.model, optimizer, step.owner(), saved, self._form)
             wanted |= {f"{OPTIMIZER}{name}.{key}": t for name, own in held.items() for key, t in own.items()}
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # every rank reads for itself
-            dcp.load(wanted, storage_reader=dcp.FileSystemReader(self.folder), no_dist=True)
+        self._read(wanted)
         if optimizer is not None:
             load_optimizer(step.model, optimizer, self.groups, held, saved["numbers"])
         set_extra_state(step.model, self.plain["extra_state"])
@@ -138,6 +136,17 @@ class _Found:
         step.stats.steps = self.plain["steps"]
         step.engine.state.refresh()
         return self.plain["extra"]
+
+    def _read(self, wanted: dict[str, Any]) -> None:
+        """Into these tensors; every rank reads for itself what it needs."""
+        try:
+            with torch.no_grad(), alone():
+                dcp.load(wanted, storage_reader=dcp.FileSystemReader(self.folder), no_dist=True)
+        except dcp.CheckpointException as failed:
+            error, _ = next(iter(failed.failures.values()))
+            raise CheckpointError(
+                "the checkpoint cannot be read", where=str(self.folder), got=error_text(error)
+            ) from error
 
     def _form(self, name: str, key: str) -> tuple[torch.Size, torch.dtype]:
         found = self.shapes[f"{OPTIMIZER}{name}.{key}"]

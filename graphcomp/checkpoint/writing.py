@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -70,6 +71,14 @@ def from_bytes(written: bytes) -> dict[str, Any]:
     return loaded
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Torch need not say that this process reads or writes by itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
 def find(folder: Path) -> Path:
     """Where a checkpoint is; that may be beside its place, if a process ended while it was being replaced."""
     found = next((each for each in (folder, _old(folder)) if (each / PLAIN).is_file()), None)
@@ -112,7 +121,7 @@ class World:
                 raise _not_written(rank, text) from failure
         return [result for result, _ in everyone]
 
-    def first(self, work: Callable[[], None]) -> None:
+    def first(self, work: Callable[[], object]) -> None:
         """On the first rank only; if that fails, all raise."""
         self.each(work if self.place == 0 else _nothing)
 
@@ -127,7 +136,7 @@ class Background:
         self.last: Future[None] | None = None
 
     def begin(self, folder: Path, contents: Contents) -> Future[None]:
-        self.last = self.thread.submit(_write, self.world, folder, contents)
+        self.last = self.thread.submit(_write_by_itself, self.world, folder, contents)
         return self.last
 
 
@@ -166,7 +175,7 @@ def _write(world: World, folder: Path, contents: Contents) -> None:
         world.first(lambda: _prepare(temporary, folder))
         plains = world.each(lambda: contents.plain)
         _write_tensors(world, temporary, contents.tensors)
-        world.first(lambda: (temporary / PLAIN).write_bytes(as_bytes(_joined(plains))) and None)
+        world.first(lambda: (temporary / PLAIN).write_bytes(as_bytes(_joined(plains))))
         world.first(lambda: _put(temporary, folder))
     except CheckpointError:
         if world.place == 0:
@@ -174,12 +183,20 @@ def _write(world: World, folder: Path, contents: Contents) -> None:
         raise
 
 
-def _write_tensors(world: World, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    writer = dcp.FileSystemWriter(folder)
+def _write_by_itself(world: World, folder: Path, contents: Contents) -> None:
+    """Where nobody else says that another rank is gone."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            group = world.group
+        _write(world, folder, contents)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise _not_written(world.place, error_text(error)) from error
+
+
+def _write_tensors(world: World, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    writer, group = dcp.FileSystemWriter(folder), world.group
+    try:
+        with alone() if group is None else contextlib.nullcontext():
             dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
     except dcp.CheckpointException as failed:  # the same on all ranks
         rank, (error, _) = min(failed.failures.items(), key=lambda item: item[0])

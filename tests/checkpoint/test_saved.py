@@ -141,6 +141,13 @@ def test_groups_of_several_ranks_become_one_where_their_options_are_equal() -> N
     assert merged([None, None]) is None
 
 
+def test_a_damaged_file_is_named(trainer: Trainer, tmp_path: Path) -> None:
+    save(trainer.step, tmp_path / "saved")
+    (tmp_path / "saved" / "__0_0.distcp").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match=r"the checkpoint cannot be read\n  where: .*saved"):
+        load(step_of(decoder()), tmp_path / "saved")
+
+
 # ---- one in the place of another
 
 
