@@ -441,6 +441,11 @@ class Engine:
         if self.layout.closing is not None:
             dist.all_reduce(vectors[0], group=self.layout.closing)
             used += 1
+        if self.layout.tensor is not None:  # they have the same: the first one's, so that none comes through alone
+            if self.layout.tensor_rank:
+                vectors[0].zero_()
+            dist.all_reduce(vectors[0], group=self.layout.tensor)
+            used += 1
         data = None
         if self.layout.data is not None:
 

@@ -129,3 +129,9 @@ def test_pretrained(tmp_path: Path) -> None:
     assert found is not None and float(found[1]) < 0.1
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+) in two stages", shown)]
     assert len(losses) == 4 and losses[-1] < 0.2 * losses[0]
+
+
+@pytest.mark.gloo
+def test_tensor_parallel(tmp_path: Path) -> None:
+    shown = run("07_tensor_parallel.py", cwd=tmp_path)
+    assert "tensor ranks: the same microbatches" in shown and "step 4: loss" in shown
