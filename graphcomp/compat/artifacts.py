@@ -64,7 +64,7 @@ def options_text() -> dict[str, str]:
     from torch._inductor import config
 
     with config.patch(OPTIONS):
-        options: dict[str, Any] = config.save_config_portable()  # type: ignore[attr-defined]
+        options: dict[str, Any] = config.save_config_portable()
     return {name: _text(value) for name, value in sorted(options.items()) if not name.startswith(_OF_THE_COMPILER)}
 
 

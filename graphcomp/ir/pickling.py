@@ -79,8 +79,11 @@ _NodeParts = tuple[str, str, Any, Any, Any, Any, meta.Note | None]
 def _nodes(graph: Graph) -> list[_NodeParts]:
     places = {node: _At(place) for place, node in enumerate(graph.nodes)}
 
+    def place(node: Node) -> Any:
+        return places[node]
+
     def parts(node: Node) -> _NodeParts:
-        args, kwargs = (map_arg(given, places.__getitem__) for given in (node.args, node.kwargs))
+        args, kwargs = (map_arg(given, place) for given in (node.args, node.kwargs))
         return node.op, node.name, node.target, args, kwargs, meta.value(node), meta.noted(node)
 
     return [parts(node) for node in graph.nodes]

@@ -102,8 +102,9 @@ class RankExecutor:
 
     def _link(self, instruction: Instruction, context: Context) -> Operation:
         operation = link(instruction, context)
-        watched = self.watch is not None and isinstance(instruction, Run)
-        return self.watch.wrapped(instruction, operation) if watched else operation
+        if self.watch is None or not isinstance(instruction, Run):
+            return operation
+        return self.watch.wrapped(instruction, operation)
 
     def drop(self) -> None:
         """Give up a step that failed, with all that it holds."""
