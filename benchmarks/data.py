@@ -56,11 +56,11 @@ def main() -> None:
 
 
 def measure(name: str, repeats: int) -> dict[str, Any]:
-    ranks = run_ranks(data_cases.timing, 2, name, repeats, timeout=TIMEOUT)
+    ranks = run_ranks(data_cases.timing, 2, name, repeats, timeout=TIMEOUT, fresh=True)
     memory: dict[str, list[tuple[int, int]]] = {label: [] for label in ranks[0]["busy"]}
     with data_memory.counting() as counts:
         for label in memory if counts else ():
-            memory[label] = run_ranks(data_cases.memory, 2, name, label, timeout=TIMEOUT)
+            memory[label] = run_ranks(data_cases.memory, 2, name, label, timeout=TIMEOUT, fresh=True)
     return ranks[0] | {
         "case": name,
         "title": data_cases.CONTESTS[name].title,

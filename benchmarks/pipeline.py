@@ -59,7 +59,7 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
         return _each(name, [lambda n=n: growth.layers(n, n <= 16) for n in growth.LAYERS])
     if name == "llama":
         return _each(name, [growth.llama])
-    first, second = run_ranks(cases.pipeline, 2, name, repeats, timeout=TIMEOUT)
+    first, second = run_ranks(cases.pipeline, 2, name, repeats, timeout=TIMEOUT, fresh=True)
     both = {
         key: {label: [rank[key][label] for rank in (first, second)] for label in first[key]} for key in ("peak", "busy")
     }

@@ -7,6 +7,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import tempfile
 import threading
@@ -27,6 +28,9 @@ from graphcomp.errors import PlanError, RankFailure
 _GRACE = 0.3
 """Seconds to listen on after the first bad news: what happened first is not always what is heard first."""
 
+_PRELOADED = ["torch", "graphcomp", "graphcomp.testing", "graphcomp.compat.heavy"]
+"""What the process that all ranks are copied from has imported."""
+
 _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
 
@@ -46,12 +50,17 @@ class _Failure:
         return self.secondary, self.when
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0, fresh: bool = False
+) -> list[Any]:
     """Call `fn(rank, *args)` in `world_size` new processes and return the results in rank order.
 
     In each process the default process group (gloo) is up, PyTorch uses one thread, and RANK, LOCAL_RANK and
     WORLD_SIZE are set. `fn` (at the top of a module), `args` and the results must be picklable. No process
     leaves the group before all have returned.
+
+    fresh: start each process anew, as torchrun does, with a seed of its own for the hashes of texts (so sets are
+        in another order in each); that takes seconds. Otherwise they are copies of one process that has imported torch.
 
     If a process raises, the others are killed and the error that came first in time is raised here, with its
     own type and a note that holds its rank and traceback. A process that dies without an error, and `timeout`
@@ -67,14 +76,16 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
             got=f"{type(error).__name__}: {error}",
             do="define the function at the top of a module, and pass arguments that can be pickled",
         ) from error
-    context = multiprocessing.get_context("spawn")
+    context = _context(fresh)
     with tempfile.TemporaryDirectory() as folder:
         ranks: list[_Rank] = []
         try:
             for rank in range(world_size):
                 here, there = context.Pipe()
                 process = context.Process(
-                    target=_main, args=(there, rank, world_size, folder, timeout, work), name=f"rank {rank}"
+                    target=_main,
+                    args=(there, rank, world_size, folder, timeout, work, dict(os.environ)),
+                    name=f"rank {rank}",
                 )
                 process.start()
                 there.close()
@@ -83,6 +94,14 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         finally:
             for each in ranks:
                 each.close()
+
+
+def _context(fresh: bool) -> multiprocessing.context.BaseContext:
+    if fresh or "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
 
 
 @dataclass
@@ -167,9 +186,14 @@ def _raise(failure: _Failure, world_size: int) -> None:
     raise error
 
 
-def _main(pipe: Connection, rank: int, world_size: int, folder: str, timeout: float, work: bytes) -> None:
-    """What a spawned process does."""
+def _main(
+    pipe: Connection, rank: int, world_size: int, folder: str, timeout: float, work: bytes, environment: dict[str, str]
+) -> None:
+    """What a process does."""
     _end_with_parent()
+    random.seed()  # a copy begins with the state of its original, and with its environment
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:

@@ -184,7 +184,7 @@ def everything(rank: int, world_size: int) -> dict[Any, Any]:
 @functools.cache
 def processes(number: int) -> list[dict[Any, Any]]:
     """What each process found: one start of them for all tests."""
-    return run_ranks(everything, number, number, timeout=280)
+    return run_ranks(everything, number, number, timeout=280, fresh=True)  # as under torchrun
 
 
 def ranks(layout: str, *key: str) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -86,6 +87,21 @@ def test_results_come_in_rank_order() -> None:
     ]
 
 
+def surroundings(rank: int) -> tuple[int, str | None, float]:
+    return hash("a text"), os.environ.get("GRAPHCOMP_TEST"), random.random()
+
+
+def test_copies_and_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both see the environment as it is now, and draw differently; only copies hash alike."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    for value, fresh in (("one", False), ("two", False), ("three", True)):
+        monkeypatch.setenv("GRAPHCOMP_TEST", value)
+        first, second = run_ranks(surroundings, 2, fresh=fresh)
+        assert first[1] == second[1] == value
+        assert first[2] != second[2]
+        assert (first[0] != second[0]) == fresh
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_ends_all_while_the_others_wait(failing: int) -> None:
     with pytest.raises(KeyError, match="missing") as caught:
@@ -124,8 +140,9 @@ def test_a_broken_connection_does_not_hide_the_death_behind_it() -> None:
 
 
 def test_the_time_limit_shows_where_each_process_stands() -> None:
+    run_ranks(gather, 2, 1.0)  # what the others are copied from is there
     with pytest.raises(RankFailure, match=r"1 of 2 processes did not finish(.|\n)*rank 1:(.|\n)*wait_here_for_long"):
-        run_ranks(sleep, 2, timeout=20)
+        run_ranks(sleep, 2, timeout=6)
 
 
 def test_a_result_that_cannot_travel_is_an_error() -> None:
