@@ -156,13 +156,12 @@ def gone_on(job: Job, folder: Path, build: Callable[[], Decoder] = meta_decoder)
     trainer = job.trainer(build)
     trainer.load(folder)
     steps = trainer.step.stats.steps
-    losses = trainer.train(range(2, 4), job.place)
-    return {
-        "steps": steps,
-        "losses": losses,
-        "values": whole(trainer.step),
-        "rate": trainer.optimizer.param_groups[0]["lr"],
-    }
+    return {"steps": steps, "losses": trainer.train(range(2, 4), job.place), "values": whole(trainer.step)}
+
+
+def undropped() -> Decoder:
+    """Trains without dropout, whose masks one process draws otherwise than several do."""
+    return meta_decoder().eval()
 
 
 def weights(job: Job, folder: Path, rank: int) -> dict[str, Any]:
@@ -206,6 +205,7 @@ def at_all_layouts(rank: int, place: Path) -> dict[Any, Any]:
         torch.manual_seed(200 + rank)
         build = decoder if layout == "pp4" else meta_decoder
         found["gone on", layout, mode] = gone_on(Job(layout, mode), place / "shard", build)
+    found["undropped"] = gone_on(Job("pp2 x dp2", "shard"), place / "shard", undropped)
     found["momentum"] = momentum(place)
     return found
 
@@ -303,6 +303,16 @@ def test_it_goes_on_at_another_layout(ranks: list[dict[Any, Any]], layout: tuple
         assert found["losses"] == pytest.approx(rank["saved", "shard"]["losses"], rel=1e-9)
         for name, tensor in found["values"].items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-9)
+
+
+def test_it_goes_on_in_one_process(ranks: list[dict[Any, Any]], folder: Path) -> None:
+    trainer = Trainer(step_of(undropped()))
+    trainer.load(folder / "shard")
+    losses, values = trainer.train(range(2, 4)), whole(trainer.step)
+    for rank in ranks:
+        assert rank["undropped"]["losses"] == pytest.approx(losses, rel=1e-9)
+        for name, tensor in rank["undropped"]["values"].items():
+            torch.testing.assert_close(tensor, values[name], rtol=1e-6, atol=1e-9)
 
 
 def test_momentum_comes_along(ranks: list[dict[Any, Any]]) -> None:
