@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphcomp.compat.symbolic_sizes import SymbolicSizes
+from graphcomp.compat.symbolic_sizes import SymbolicSizes, sizes_in_text, whole_numbers
 from graphcomp.compat.symbols import expression, fake_batch_leaf, new_fake_mode
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -57,3 +57,28 @@ def test_the_shim_is_still_needed(name: str) -> None:
     except RuntimeError:
         return
     assert any(isinstance(size, int) for size in sizes)
+
+
+def test_a_text_of_a_size_is_of_a_number_and_adds_its_guard() -> None:
+    mode = new_fake_mode()
+    before = torch.SymInt.__repr__
+    fake = fake_batch_leaf(mode, torch.randn(4, 9), "x")
+    assert f"{fake.shape[0]}" != "4"  # the shim is needed: else the name of a symbol
+    with sizes_in_text(lambda file: file == __file__):
+        assert f"{fake.shape[0]}" == "4" and f"{fake.shape[0] / 8:.2f}" == "0.50" and str(fake.shape[0] > 2) == "True"
+        assert isinstance(expression(mode, fake.shape[0]), int)
+    with sizes_in_text(lambda file: False):
+        assert f"{fake.shape[1]}" == before(fake.shape[1]) != "9"
+    assert torch.SymInt.__repr__ is before and "__format__" not in vars(torch.SymInt)
+    assert not isinstance(expression(mode, fake.shape[1]), int)
+
+
+def test_sizes_can_do_what_numbers_can() -> None:
+    mode = new_fake_mode()
+    size = fake_batch_leaf(mode, torch.randn(9), "x").shape[0]
+    with pytest.raises(TypeError):
+        divmod(size, 4)
+    with whole_numbers():
+        assert (*divmod(size, 4), *divmod(20, size), ~size) == (2, 1, 2, 2, -10)
+    with pytest.raises(TypeError):
+        divmod(size, 4)
