@@ -67,9 +67,9 @@ def traced_hooks(model: nn.Module, labels: Labels, leaves: Mapping[str, torch.Te
     with contextlib.ExitStack() as stack:
         for name, module in model.named_modules():
             for table in internals.backward_hook_tables(module):
-                stack.enter_context(_exchanged(table, lambda hook, name=name: traced(hook, f"module '{name}'")))
+                stack.enter_context(_exchanged(table, functools.partial(traced, where=f"module '{name}'")))
         for table in internals.global_backward_hook_tables():
-            stack.enter_context(_exchanged(table, lambda hook: traced(hook, "all modules")))
+            stack.enter_context(_exchanged(table, functools.partial(traced, where="all modules")))
         for name, parameter in model.named_parameters():
             for hook in dict(internals.hooks_of(parameter) or {}).values():
                 if leaves[name].requires_grad:

@@ -83,7 +83,7 @@ def selective_policy(context_fn: ContextFunction) -> Callable[..., Any] | None:
         return None
     if not isinstance(context, _CachingTorchDispatchMode):
         raise TypeError(type(context).__name__)
-    return context.policy_fn  # type: ignore[no-any-return]
+    return context.policy_fn
 
 
 class AskPolicy(TorchDispatchMode):

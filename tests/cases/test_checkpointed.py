@@ -48,8 +48,18 @@ def squares(h: Tensor, batch: Any) -> TokenLoss:
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(("stages", "schedule"), [one for one in LAYOUTS if one[0] <= 2])
 def test_the_gradient_has_the_mask_of_the_forward(run: Callable[..., Any], stages: int, schedule: str) -> None:
+    check_masks(run, stages=stages, schedule=schedule)
+
+
+@pytest.mark.inductor
+def test_compiled_the_gradient_has_the_mask_of_the_forward() -> None:
+    check_masks(without_autograd, stages=1, backend="inductor")
+    check_masks(without_autograd, stages=2, backend="inductor")
+
+
+def check_masks(run: Callable[..., Any], **options: Any) -> None:
     model = Masked(run)
-    step = step_of(model, squares, stages, schedule)
+    step = step_of(model, squares, **options)
     given = [(torch.randn(n, 6),) for n in (3, 5, 4)]
     torch.manual_seed(7)
     ran = step.run(given, "all")
