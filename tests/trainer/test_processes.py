@@ -74,14 +74,17 @@ def stops(rank: int, world_size: int) -> list[str]:
     return said
 
 
-def starts_again(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def starts_again(rank: int, world_size: int, folder: str, axis: str, **options: Any) -> dict[str, Any]:
     """A second start with the programs of the first; and one whose programs are those of another model on one rank."""
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("pp",))
-    plan = gc.Plan(mesh=mesh, backend="eager", quiet=True, deadline=60.0)
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=(axis,))
+    plan = gc.Plan(mesh=mesh, backend="eager", quiet=True, deadline=60.0, **options)
+    mine = data(world_size, rank) if axis == "dp" else data(1, 0)
     found = []
     for saved in (None, folder):
         model = gc.compile(built(Several, "token", 4), plan=plan, saved=saved)
-        losses = train(model, model.model.parameters(), data(1, 0))
+        losses = train(model, model.model.parameters(), mine)
+        with torch.no_grad():
+            losses.append(model.forward(model.prepare_batch(mine[0])).loss.item())
         found.append((losses, model.step.stats.traces))
         model.step.save(folder)
     other = built(Several, "scalar" if rank == 1 else "token", 4)
@@ -96,7 +99,9 @@ def everything(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     if world_size == 4:
         return {"pp2 dp2": four_lines((2, 2))}
     found: dict[str, Any] = {"pp2": four_lines((2, 1)), "dp2": four_lines((1, 2)), "stops": stops(rank, world_size)}
-    return found | {"again": starts_again(rank, world_size, folder)}
+    again = starts_again(rank, world_size, f"{folder}/pp", "pp")
+    sharded = starts_again(rank, world_size, f"{folder}/dp", "dp", parameters="shard")
+    return found | {"again": again, "sharded again": sharded}
 
 
 @pytest.mark.gloo
@@ -109,7 +114,7 @@ def test_one_text_at_every_layout(world_size: int, tmp_path: Path) -> None:
     with torch.no_grad():
         expected.append(model.forward(model.prepare_batch(data(1, 0)[0])).loss.item())
     parameters = dict(alone.named_parameters())
-    for layout in found[0].keys() - {"stops", "again"}:
+    for layout in found[0].keys() - {"stops", "again", "sharded again"}:
         for losses, owned, traces in (one[layout] for one in found):
             assert losses == pytest.approx(expected, rel=1e-9), layout
             for name, value in owned.items():
@@ -123,8 +128,8 @@ def test_one_text_at_every_layout(world_size: int, tmp_path: Path) -> None:
             assert "no such document" in said[1]
             assert said[3].startswith("NonFiniteError: step 2 yields a value that is not finite")
             assert "stage 0 of data rank 0, microbatch 0, forward" in said[3]
-        for rank, again in enumerate(one["again"] for one in found):
+        for rank, again in [(rank, one[kind]) for kind in ("again", "sharded again") for rank, one in enumerate(found)]:
             (losses, traces), (later, none) = again["found"]
-            assert losses == later and (traces, none) == (1, 0)
+            assert losses == later and (traces, none) == (2, 0)
             assert again["error"].startswith(("RankFailure: rank 1 could not take over", "ArtifactError: ")[rank])
             assert "attribute 'kind': was str 'token', is str 'scalar'" in again["error"]
