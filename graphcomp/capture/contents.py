@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphcomp.compat.symbols import asked_operator
+from graphcomp.compat.symbols import DATA_DEPENDENT, asked_operator
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,22 @@ _QUESTIONS = {
 }
 
 
-def question_of(error: BaseException) -> Question:
-    """What was asked, of an error that a fake tensor raised."""
-    return _QUESTIONS.get(asked_operator(error), _NUMBER)
+# What torch says where no operator is asked.
+_BY_TEXT = {
+    ".numpy() is not supported for tensor subclasses": Question(
+        "it takes the contents of a tensor out with .numpy()",
+        "compute with operations of torch; what NumPy has to do belongs into the loader, as a batch field",
+    ),
+    "its data is not allocated yet": Question(
+        "it makes a tensor of the contents of others, as torch.tensor([a, b]) does",
+        "torch.stack([a, b]), which keeps gradients too",
+    ),
+}
+
+
+def question_of(error: BaseException) -> Question | None:
+    """What was asked of a tensor, if that is what an error is about."""
+    if isinstance(error, DATA_DEPENDENT):
+        return _QUESTIONS.get(asked_operator(error), _NUMBER)
+    text = str(error)
+    return next((question for words, question in _BY_TEXT.items() if words in text), None)

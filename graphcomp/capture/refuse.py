@@ -13,7 +13,6 @@ from torch import nn
 
 from graphcomp.capture.contents import question_of
 from graphcomp.capture.labels import Labels, error_line
-from graphcomp.compat.symbols import DATA_DEPENDENT
 from graphcomp.errors import CaptureError, StateError
 from graphcomp.ir import meta
 from graphcomp.ir.meta import Phase
@@ -79,19 +78,17 @@ def explained(model: nn.Module, labels: Labels) -> Iterator[None]:
     before = _host_random()
     try:
         yield
-    except DATA_DEPENDENT as error:
-        name = labels.failed or labels.module
-        module = f"module '{name}'" if name else type(model).__name__
-        asked = question_of(error)
-        raise CaptureError(
-            "the code decides on the contents of a tensor, which one program for all batches cannot do",
-            where=f"{module}, {error_line(error.__traceback__) or labels.phase}",
-            got=asked.got,
-            do=asked.do,
-        ) from error
     except Exception as error:
         line = error_line(error.__traceback__)
         name = labels.failed or labels.module
+        asked = question_of(error)
+        if asked is not None:
+            raise CaptureError(
+                "the code decides on the contents of a tensor, which one program for all batches cannot do",
+                where=(f"module '{name}', " if name else f"{type(model).__name__}, ") + (line or labels.phase),
+                got=asked.got,
+                do=asked.do,
+            ) from error
         functional = _TAKES_FUNCTIONS.search(str(error))
         if functional is not None:
             raise CaptureError(
