@@ -103,17 +103,19 @@ class Initial:
                     do="tie them (b.weight = a.weight), or register a clone",
                 )
         self._writers: dict[Slot, list[_Call]] = {slot: [] for slot in self._slots}
+        self._written: dict[Slot, dict[object, int]] = {slot: {} for slot in self._slots}
         self._order: dict[str, int] = {}
         missing = [slot for slot in self._slots if is_on_meta(slot.tensor)]
         if missing:
             with self._alone():
                 for call in _calls(model, recipe.init):
                     self._try(call)
-        missing = [s for s in missing if not self._writers[s] and (needed is None or s.name in needed)]
+        missing = [s for s in missing if not self._is_written(s) and (needed is None or s.name in needed)]
         if missing:
             given = "init" if recipe.init is not None else "reset_parameters() of its module"
+            part = f"a part only of {missing[0].what} is initialised"
             raise StateError(
-                f"nothing initialises {missing[0].what}",
+                part if self._writers[missing[0]] else f"nothing initialises {missing[0].what}",
                 where=f"module '{missing[0].module}'" if missing[0].module else "the model itself",
                 expected=f"values from {given}",
                 got=", ".join(f"'{slot.name}'" for slot in missing) + " left on meta",
@@ -131,17 +133,20 @@ class Initial:
         with self._alone():
             for path in dict.fromkeys(slot.module for slot in self._slots if slot.name in names):
                 own = [slot for slot in self._slots if slot.module == path]
+                made = {slot: self._allocated(slot) for slot in own}
                 for slot in own:
-                    slot.table[slot.key] = self._allocated(slot)
+                    slot.table[slot.key] = made[slot]
                 writers = {call.path: call for slot in own for call in self._writers[slot]}
                 for place in sorted(writers, key=self._order.__getitem__):
                     self._run(writers[place], lambda *_: None)
                 for slot in own:
-                    whole = slot.table[slot.key]
+                    whole, own_memory = slot.table[slot.key], made.pop(slot)
                     slot.table[slot.key] = self._stand_ins[slot]
                     if slot.name in names:
-                        kept[slot.name] = keep(slot.name, self._checked(slot, whole))
-                    del whole
+                        checked = self._checked(slot, whole)
+                        kept[slot.name] = keep(slot.name, checked if whole is own_memory else checked.clone())
+                        del checked
+                    del whole, own_memory
         return kept
 
     @contextmanager
@@ -171,14 +176,20 @@ class Initial:
                 slot = self._by_memory.get(memory_of(tensor)) if is_on_meta(tensor) else None
                 if slot is not None:
                     found[slot] = None
+                    self._written[slot][tensor.storage_offset(), tensor.shape] = tensor.numel()
 
         self._run(call, look)
         for slot, tensor in self._stand_ins.items():
             if slot.owner is call.module and slot.table.get(slot.key) is not tensor:  # another one in its place
                 found[slot] = None
+                self._written[slot]["the whole"] = tensor.numel()
                 slot.table[slot.key] = tensor
         for slot in found:
             self._writers[slot].append(call)
+
+    def _is_written(self, slot: Slot) -> bool:
+        """Whether all of a tensor is, as far as the sizes of what was written at different places tell."""
+        return bool(self._writers[slot]) and sum(self._written[slot].values()) >= slot.tensor.numel()
 
     def _run(self, call: _Call, look: Callable[[Any, Any, Any], None]) -> None:
         """Call a function; its draws depend on nothing but the seed, its module and their number."""
@@ -212,7 +223,7 @@ class Initial:
 
     def _allocated(self, slot: Slot) -> torch.Tensor:
         like = slot.tensor
-        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
+        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device).zero_()
         return nn.Parameter(made, like.requires_grad) if isinstance(like, nn.Parameter) else made
 
     def _checked(self, slot: Slot, found: Any) -> torch.Tensor:

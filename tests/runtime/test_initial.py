@@ -170,6 +170,20 @@ def test_what_nothing_initialises_is_named() -> None:
         Initial(model, Recipe(lambda module: None), CPU)
 
 
+def test_what_is_initialised_in_part_is_named() -> None:
+    def half(module: nn.Module) -> None:
+        module.weight[:2].fill_(1.0)
+
+    def both(module: nn.Module) -> None:
+        for number, rows in enumerate(module.weight.data.chunk(2)):
+            rows.fill_(number)
+
+    model = on_meta(lambda: nn.Linear(3, 4, bias=False))
+    with pytest.raises(StateError, match="a part only of parameter 'weight' of Linear is initialised"):
+        Initial(model, Recipe(half), CPU)
+    assert values(model, init=both)["weight"].sum(1).tolist() == [0, 0, 3, 3]
+
+
 def test_a_generator_of_its_own_is_refused() -> None:
     model, own = on_meta(lambda: nn.Linear(2, 2)), torch.Generator()
     with pytest.raises(StateError, match="draws from a generator of its own"):
