@@ -47,13 +47,14 @@ def _operator(namespace: str, name: str, overload: str) -> object:
 
 def _tensor(mode: FakeTensorMode, form: tuple[Any, ...], is_parameter: bool) -> torch.Tensor:
     shape, strides, offset, dtype, device, requires_grad = form
-    with mode, torch.no_grad():
+    with torch.no_grad():  # on meta, and not under the fake mode, which would look each of them up in its tables
         if isinstance(offset, int) and offset == 0:
-            made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         else:
             extent = offset + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-            made = torch.empty(extent, dtype=dtype, device=device).as_strided(shape, strides, offset)
-    return torch.nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
+            made = torch.empty(extent, dtype=dtype, device="meta").as_strided(shape, strides, offset)
+        fake = FakeTensor(mode, made, device)
+    return torch.nn.Parameter(fake, requires_grad) if is_parameter else fake.requires_grad_(requires_grad)
 
 
 def _mode(environment: ShapeEnv) -> FakeTensorMode:
