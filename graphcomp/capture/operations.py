@@ -9,6 +9,7 @@ from torch.fx import Graph, Node
 from graphcomp.capture.labels import sequence_of
 from graphcomp.compat.operators import OpOverload, is_mutable
 from graphcomp.ir import meta
+from graphcomp.ir.collective_calls import is_start
 from graphcomp.ir.meta import Phase
 
 
@@ -17,7 +18,8 @@ def number_operations(graph: Graph) -> None:
 
     The first node made under a sequence number is the one that autograd recorded: the number is given just before. An
     operation in place whose backward needs what was there before first makes a copy, which takes the next number: its
-    node is the first that writes under a later number.
+    node is the first that writes under a later number. Of an operation that communicates the collective is the node:
+    what is done before, such as a copy of what is dense already, may be removed.
     """
     twins: dict[int, Node] = {}
     writers: dict[int, Node] = {}
@@ -29,7 +31,9 @@ def number_operations(graph: Graph) -> None:
         if meta.note(node).phase is Phase.BACKWARD:
             backward.append((sequence, node))
         else:
-            twins.setdefault(sequence, node)
+            first = twins.setdefault(sequence, node)
+            if is_start(node) and not is_start(first):
+                twins[sequence] = node
             if isinstance(node.target, OpOverload) and is_mutable(node.target):
                 writers.setdefault(sequence, node)
     order = sorted(twins)

@@ -23,7 +23,7 @@ def is_part(tensor: object) -> bool:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What programs take in the place of a parameter or buffer: the part that this rank holds, or the tensor itself."""
-    return tensor._local_tensor if is_part(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+    return tensor._local_tensor if is_part(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def placed(tensor: torch.Tensor) -> str:
@@ -54,8 +54,10 @@ def part_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def forget_meshes() -> None:
-    """Let no operator on DTensors go by what torch has kept of earlier ones: that includes their meshes, and a mesh that
-    is equal to the present one may have process groups that are gone."""
+    """Let no operator on DTensors go by what torch has kept of earlier ones.
+
+    That includes their meshes; and a mesh that is equal to the present one may have process groups that are gone.
+    """
     _clear_sharding_prop_cache()
 
 

@@ -6,7 +6,7 @@ It runs over the gloo side group and never touches a device. Where there is one 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -135,7 +135,12 @@ class Agreement:
             dist.all_reduce(torch.zeros(1), group=self.side)
 
     def share(
-        self, text: str, failure: Exception | None, what: str, groups: Groups | None = None, more: object = None
+        self,
+        text: str,
+        failure: Exception | None,
+        what: str,
+        groups: Sequence[Sequence[int]] | None = None,
+        more: object = None,
     ) -> list[list[Any]]:
         """Compare texts, line by line, within each of these groups (None: the ranks of each data rank); raises as
         `compare` does.

@@ -174,11 +174,12 @@ def test_equal_collectives_are_not_merged() -> None:
         assert issued(program) == [("all_reduce", "dp")] * 4
 
 
-def test_a_checkpointed_collective_is_issued_again_as_in_eager() -> None:
+def test_a_checkpointed_collective_is_issued_once() -> None:
+    """Forward, and its adjoint: what it gave is kept."""
     with fake_mesh(dp=2) as mesh:
         run = lambda x: gc.all_reduce(x.sin(), mesh).cos()  # noqa: E731
         program, _ = captured(lambda h: checkpoint(run, h, use_reentrant=False), mesh)
-        assert issued(program) == [("all_reduce", "dp")] * 3
+        assert issued(program) == [("all_reduce", "dp")] * 2
 
 
 class Normed(nn.Module):
