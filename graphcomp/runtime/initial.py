@@ -2,7 +2,7 @@
 
 The functions that initialise a model run module by module, children first, as `nn.Module.apply` has it. While they do,
 only what is being initialised has memory; all else stands on meta, where writing and drawing cost nothing. And every
-draw takes its numbers from (seed, module whose function draws, how many draws that function has made), never from a
+draw takes its numbers from (seed, module whose function draws, tensor, how many draws there were for it), never from a
 stream that would depend on what was drawn before. So a function that reaches into other modules, as those of Hugging
 Face models do, gives each tensor the same bits no matter which of the others are there.
 """
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from graphcomp.compat.aliasing import memory_of, written_values
 from graphcomp.compat.dispatch import BeforeCalls
@@ -79,6 +80,49 @@ class _Call:
     function: Callable[[], object]
 
 
+@dataclass
+class _Run:
+    """What a call does. at: the tensor that it was last seen at. draws: how many, at each. asked: whether on meta.
+
+    written: of each tensor, the size of each part that was written to. draws_apart: into something else.
+    """
+
+    at: Slot | None = None
+    draws: dict[str, int] = field(default_factory=dict)
+    written: dict[Slot, dict[object, int]] = field(default_factory=dict)
+    asked: dict[Slot, None] = field(default_factory=dict)
+    draws_apart: bool = False
+
+
+class _Asked(TorchFunctionMode):
+    """Within, `observer(tensor)` is called when code asks whether a tensor is on meta."""
+
+    def __init__(self, observer: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self.observer = observer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _IS_META:
+            self.observer(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+
+def _uninitialised(missing: list[Slot], recipe: Recipe, part: bool = False) -> StateError:
+    given = "init" if recipe.init is not None else "reset_parameters() of its module"
+    what = missing[0].what
+    return StateError(
+        f"a part only of {what} is initialised" if part else f"nothing initialises {what}",
+        where=f"module '{missing[0].module}'" if missing[0].module else "the model itself",
+        expected=f"values from {given}",
+        got=", ".join(f"'{slot.name}'" for slot in missing) + " left on meta",
+        do="give its class reset_parameters(), or pass step.materialize(init=...) a function that initialises "
+        "a module of this class (of a Hugging Face model: init=model._init_weights)",
+    )
+
+
 class Initial:
     """The first values of what a model has on meta. Making one tries all functions on meta and allocates nothing.
 
@@ -112,16 +156,7 @@ class Initial:
                     self._try(call)
         missing = [s for s in missing if not self._is_written(s) and (needed is None or s.name in needed)]
         if missing:
-            given = "init" if recipe.init is not None else "reset_parameters() of its module"
-            part = f"a part only of {missing[0].what} is initialised"
-            raise StateError(
-                part if self._writers[missing[0]] else f"nothing initialises {missing[0].what}",
-                where=f"module '{missing[0].module}'" if missing[0].module else "the model itself",
-                expected=f"values from {given}",
-                got=", ".join(f"'{slot.name}'" for slot in missing) + " left on meta",
-                do="give its class reset_parameters(), or pass step.materialize(init=...) a function that initialises "
-                "a module of this class (of a Hugging Face model: init=model._init_weights)",
-            )
+            raise _uninitialised(missing, recipe, part=bool(self._writers[missing[0]]))
 
     def values(self, names: Collection[str], keep: Keep) -> dict[str, torch.Tensor]:
         """What is to be kept of each of these tensors.
@@ -136,13 +171,20 @@ class Initial:
                 made = {slot: self._allocated(slot) for slot in own}
                 for slot in own:
                     slot.table[slot.key] = made[slot]
+                memory = {memory_of(tensor): slot for slot, tensor in made.items()}
+                self._by_memory |= memory
                 writers = {call.path: call for slot in own for call in self._writers[slot]}
+                written: set[Slot] = set()
                 for place in sorted(writers, key=self._order.__getitem__):
-                    self._run(writers[place], lambda *_: None)
+                    written.update(self._run(writers[place]).written)
+                for number in memory:
+                    del self._by_memory[number]
                 for slot in own:
                     whole, own_memory = slot.table[slot.key], made.pop(slot)
                     slot.table[slot.key] = self._stand_ins[slot]
                     if slot.name in names:
+                        if whole is own_memory and slot not in written and slot.tensor.numel():
+                            raise _uninitialised([slot], self.recipe)
                         checked = self._checked(slot, whole)
                         kept[slot.name] = keep(slot.name, checked if whole is own_memory else checked.clone())
                         del checked
@@ -168,53 +210,71 @@ class Initial:
 
     def _try(self, call: _Call) -> None:
         """Note what a function writes to."""
-        found: dict[Slot, None] = {}
-        self._order[call.path] = len(self._order)
-
-        def look(operator: Any, args: Any, kwargs: Any) -> None:
-            for tensor in written_values(operator, args, kwargs):
-                slot = self._by_memory.get(memory_of(tensor)) if is_on_meta(tensor) else None
-                if slot is not None:
-                    found[slot] = None
-                    self._written[slot][tensor.storage_offset(), tensor.shape] = tensor.numel()
-
-        self._run(call, look)
+        run = self._run(call)
         for slot, tensor in self._stand_ins.items():
             if slot.owner is call.module and slot.table.get(slot.key) is not tensor:  # another one in its place
-                found[slot] = None
-                self._written[slot]["the whole"] = tensor.numel()
+                run.written.setdefault(slot, {})["the whole"] = tensor.numel()
                 slot.table[slot.key] = tensor
-        for slot in found:
+        for slot in run.asked:  # torch's own functions do nothing, then; whether they write is seen when they run
+            run.written.setdefault(slot, {})["asked"] = slot.tensor.numel()
+        if run.asked and run.draws_apart and any(slot.owner is not call.module for slot in run.written):
+            raise StateError(
+                "an initialisation draws numbers apart from the tensors that it initialises, of several modules",
+                where=f"module '{call.path}', {type(call.module).__name__}",
+                do="draw into the parameters (weight.normal_()), or initialise each module by itself",
+            )
+        self._order[call.path] = len(self._order)
+        for slot, parts in run.written.items():
             self._writers[slot].append(call)
+            self._written[slot] |= parts
 
     def _is_written(self, slot: Slot) -> bool:
         """Whether all of a tensor is, as far as the sizes of what was written at different places tell."""
         return bool(self._writers[slot]) and sum(self._written[slot].values()) >= slot.tensor.numel()
 
-    def _run(self, call: _Call, look: Callable[[Any, Any, Any], None]) -> None:
-        """Call a function; its draws depend on nothing but the seed, its module and their number."""
-        draws = 0
+    def _slot(self, tensor: Any) -> Slot | None:
+        return self._by_memory.get(memory_of(tensor)) if type(tensor) in (torch.Tensor, nn.Parameter) else None
+
+    def _run(self, call: _Call) -> _Run:
+        """Call a function. Its draws depend on the seed, its module, the tensor it is at, and their number there."""
+        run = _Run()
 
         def before(operator: Any, args: Any, kwargs: Any) -> None:
-            nonlocal draws
-            look(operator, args, kwargs)
-            if torch.Tag.nondeterministic_seeded in operator.tags:
-                if kwargs.get("generator") is not None:
-                    raise StateError(
-                        "an initialisation draws from a generator of its own",
-                        where=f"module '{call.path}', {type(call.module).__name__}",
-                        expected="draws from torch's default generator, which depend on materialize(seed=...) alone",
-                        do="leave out generator=",
-                    )
-                self._seed(mix(self.recipe.seed, number_of(call.path), draws) >> 1)
-                draws += 1
+            for given in args:
+                for one in given if isinstance(given, list | tuple) else (given,):
+                    run.at = self._slot(one) or run.at
+            draws = torch.Tag.nondeterministic_seeded in operator.tags
+            written = [(self._slot(tensor), tensor) for tensor in written_values(operator, args, kwargs)]
+            for slot, tensor in written:
+                if slot is not None:
+                    run.at = slot
+                    run.written.setdefault(slot, {})[tensor.storage_offset(), tensor.shape] = tensor.numel()
+            if not draws:
+                return
+            if kwargs.get("generator") is not None:
+                raise StateError(
+                    "an initialisation draws from a generator of its own",
+                    where=f"module '{call.path}', {type(call.module).__name__}",
+                    expected="draws from torch's default generator, which depend on materialize(seed=...) alone",
+                    do="leave out generator=",
+                )
+            run.draws_apart |= not any(slot for slot, _ in written)
+            place = run.at.name if run.at is not None else ""
+            number = run.draws[place] = run.draws.get(place, -1) + 1
+            self._seed(mix(self.recipe.seed, number_of(call.path), number_of(place), number) >> 1)
+
+        def asked(tensor: torch.Tensor) -> None:
+            slot = self._slot(tensor)
+            if slot is not None:
+                run.at, run.asked[slot] = slot, None
 
         try:
-            with torch.device(self.device), BeforeCalls(before):
+            with torch.device(self.device), _Asked(asked), BeforeCalls(before):
                 call.function()
         except Exception as error:
             error.add_note(f"while initialising module '{call.path}', {type(call.module).__name__}")
             raise
+        return run
 
     def _seed(self, number: int) -> None:
         torch.default_generator.manual_seed(number)

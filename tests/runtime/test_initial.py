@@ -65,6 +65,44 @@ def test_a_function_that_reaches_into_other_modules() -> None:
         assert_equal(values(on_meta(Decoder), [name], init_as_gpt2), every)
 
 
+def init_with_rejection(module: nn.Module) -> None:
+    """From the root, by functions of torch that draw as often as they need to, and do nothing on meta."""
+    if isinstance(module, Decoder):
+        for _, parameter in module.named_parameters():
+            nn.init.trunc_normal_(parameter, std=0.5, a=-0.6, b=0.6)
+        for layer in module.layers:
+            nn.init.orthogonal_(layer[0].weight)
+    elif hasattr(module, "factor"):
+        module.reset_parameters()
+
+
+def test_functions_that_do_nothing_on_meta() -> None:
+    every = values(on_meta(Decoder), init=init_with_rejection)
+    weight = every["layers.1.0.weight"]
+    torch.testing.assert_close(weight.t() @ weight, torch.eye(6))
+    assert 0.5 < every["embed.weight"].abs().max() <= 0.6
+    for name in every:
+        assert_equal(values(on_meta(Decoder), [name], init_with_rejection), every)
+
+
+def test_draws_apart_from_tensors_of_several_modules_are_refused() -> None:
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Sequential):
+            nn.init.trunc_normal_(module[0].weight)
+            module[1].weight.copy_(torch.randn(2, 2))
+
+    model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)))
+    with pytest.raises(StateError, match="draws numbers apart from the tensors that it initialises"):
+        Initial(model, Recipe(init), CPU)
+
+
+def test_who_only_asks_and_does_not_write_is_found_out() -> None:
+    model = on_meta(lambda: nn.Linear(2, 2, bias=False))
+    with pytest.raises(StateError, match="nothing initialises parameter 'weight'"):
+        values(model, init=lambda module: module.weight.is_meta)
+    assert model.weight.is_meta
+
+
 def test_values_are_those_that_the_layers_say() -> None:
     model = on_meta(lambda: nn.Sequential(nn.Linear(64, 200), nn.LayerNorm(200), nn.Embedding(300, 50, padding_idx=3)))
     found = values(model)
