@@ -137,7 +137,9 @@ class Dispatcher:
         differences = [] if entry is None else _sizes_that_differ(entry, leaves)
         if differences:
             changed += differences
-            remedy = "let no code make a plain number of a size: int(n), float(n), math.sqrt(n), len(x), range(n)"
+            remedy = (
+                "let no code make a plain number of a size: int(n), float(n), math.sqrt(n), len(x), range(n), f'{n}'"
+            )
         seconds = self.compiler.specialisations[-1].joint.seconds
         raise GuardError(
             f"another specialisation is needed, but {limit} were made already",

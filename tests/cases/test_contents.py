@@ -94,10 +94,10 @@ def grouped(model: Routed, x: Tensor, best: Tensor, chosen: Tensor) -> Tensor:
     return results[order.argsort(stable=True)] * best[:, None]
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_grouped_products_of_single_precision(stages: int) -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_grouped_products_of_single_precision(backend: str) -> None:
     model = Routed(grouped)
-    step = step_of(model, total, stages)
+    step = step_of(model, total, 2, backend=backend)
     assert_equal(model, total, [torch.randn(rows, WIDTH) for rows in (6, 3, 9)], step)
     assert step.compiler.traces == 1
 
