@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from graphcomp.compat.aliasing import memory_of, written_values
 from graphcomp.compat.dispatch import BeforeCalls
-from graphcomp.compat.modules import own_buffers, own_parameters
 from graphcomp.errors import StateError
 from graphcomp.ir.digest import number_of
 from graphcomp.ir.randomness import mix
+from graphcomp.runtime.slots import Slot, further_places, is_on_meta, slots_of, stand_in
 
 Initialiser = Callable[[nn.Module], object]
 Keep = Callable[[str, torch.Tensor], torch.Tensor]
@@ -35,40 +35,6 @@ class Recipe:
 
     init: Initialiser | None = None
     seed: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class Slot:
-    """The first place of a parameter or buffer: its name, its module's, and the table that holds it."""
-
-    name: str
-    module: str
-    owner: nn.Module
-    table: dict[str, Any]
-    key: str
-    tensor: torch.Tensor
-
-    @property
-    def what(self) -> str:
-        kind = "parameter" if isinstance(self.tensor, nn.Parameter) else "buffer"
-        return f"{kind} '{self.name}' of {type(self.owner).__name__}"
-
-
-def slots_of(model: nn.Module) -> list[Slot]:
-    """One for each parameter and buffer, in the model's order; a tied one at its first place only."""
-    seen: set[int] = set()
-    found: list[Slot] = []
-    for path, module in model.named_modules():
-        for table in (own_parameters(module), own_buffers(module)):
-            for key, tensor in table.items():
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    found.append(Slot(f"{path}.{key}".lstrip("."), path, module, table, key, tensor))
-    return found
-
-
-def is_on_meta(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "meta"
 
 
 @dataclass(frozen=True)
@@ -135,8 +101,8 @@ class Initial:
     ) -> None:
         self.recipe, self.device = recipe, device
         self._slots = slots_of(model)
-        self._stand_ins = {slot: _on_meta(slot.tensor) for slot in self._slots}
-        self._further = _further_places(model, self._slots)
+        self._stand_ins = {slot: stand_in(slot.tensor) for slot in self._slots}
+        self._further = further_places(model, self._slots)
         self._by_memory: dict[int, Slot] = {}
         for slot, tensor in self._stand_ins.items():
             other = self._by_memory.setdefault(memory_of(tensor), slot)
@@ -202,7 +168,7 @@ class Initial:
                 for slot, tensor in self._stand_ins.items():
                     slot.table[slot.key] = tensor
                 for table, key, tensor in self._further:  # a tied tensor is initialised at its first place only
-                    table[key] = _on_meta(tensor, anew=True)
+                    table[key] = stand_in(tensor, anew=True)
                 yield
         finally:
             for table, key, tensor in before:
@@ -300,21 +266,6 @@ class Initial:
                 do="write into it: self.buffer.copy_(...)",
             )
         return found.detach().to(self.device)
-
-
-def _further_places(model: nn.Module, slots: list[Slot]) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Where tied tensors stand besides: tables with a key and what it holds."""
-    first = {(id(slot.table), slot.key) for slot in slots}
-    tables = [table for module in model.modules() for table in (own_parameters(module), own_buffers(module))]
-    return [(t, k, one) for t in tables for k, one in t.items() if one is not None and (id(t), k) not in first]
-
-
-def _on_meta(tensor: torch.Tensor, anew: bool = False) -> torch.Tensor:
-    """The tensor itself if it is on meta; otherwise, or if it is to be another, one of its form that is."""
-    if is_on_meta(tensor) and not anew:
-        return tensor
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def _calls(model: nn.Module, init: Initialiser | None) -> Iterator[_Call]:

@@ -13,7 +13,8 @@ from graphcomp.compat.modules import has_hooks, own_buffers
 from graphcomp.compat.sharded import hindrance, recurrent_lists_renewed, shard_in_place
 from graphcomp.dataparallel.spec import Shards, Spec
 from graphcomp.errors import StateError
-from graphcomp.runtime.initial import Initial, Recipe, Slot, is_on_meta, slots_of
+from graphcomp.runtime.initial import Initial, Recipe
+from graphcomp.runtime.slots import Slot, is_on_meta, slots_of
 
 
 @dataclass(frozen=True)

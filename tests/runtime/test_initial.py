@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from graphcomp.errors import StateError
-from graphcomp.runtime.initial import Initial, Initialiser, Recipe, slots_of
+from graphcomp.runtime.initial import Initial, Initialiser, Recipe
+from graphcomp.runtime.slots import slots_of
 from tests.cases.live import LiveBytes
 from tests.checkpoint.model import Decoder
 from tests.zoo import ZOO
