@@ -75,6 +75,7 @@ def key_of(plan: Plan, device: torch.device, rank: int, model: object) -> dict[s
         "machine": f"{platform.system()} {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
         "device": _device_text(device),
         "threads": str(torch.get_num_threads()),
+        "float32 products": torch.get_float32_matmul_precision(),
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
         "rank": str(rank),
         "mesh": "none" if plan.mesh is None else ", ".join(f"{axis} {plan.axis(axis)}" for axis in AXES),

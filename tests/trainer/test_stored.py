@@ -162,6 +162,7 @@ def test_versions_and_threads_are_in_the_key(tmp_path: Path, monkeypatch: pytest
     key = stored.key_of(EAGER, torch.device("cpu"), 0, net())
     assert key == stored.key_of(replace(EAGER, deadline=5.0, quiet=False), torch.device("cpu"), 0, net())
     assert key["threads"] == str(torch.get_num_threads()) and key["mesh"] == "none"
+    assert key["float32 products"] == torch.get_float32_matmul_precision()
     assert any("Inductor" in name for name in stored.key_of(gc.Plan(), torch.device("cpu"), 0, net()))
 
 
