@@ -96,7 +96,7 @@ def run_ranks(
                 each.close()
 
 
-def _context(fresh: bool) -> multiprocessing.context.BaseContext:
+def _context(fresh: bool) -> Any:
     if fresh or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
