@@ -34,4 +34,4 @@ class TracingMode(FakeTensorMode):
                 found = FAKES[func](*args, **(kwargs or {}))
             if found is not NotImplemented:
                 return found
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs or {})

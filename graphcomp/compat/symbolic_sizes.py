@@ -68,14 +68,14 @@ def sizes_in_text(asks: Callable[[str], bool]) -> Iterator[None]:
     asks: whether a source file counts. Such code would else get the name of a symbol, say nothing, and decide on it.
     torch itself has no hook here, and prints symbols in messages of its own, which stay as they are.
     """
-    before = [(kind, kind.__repr__) for kind in _NUMBERS]
+    before: list[tuple[Any, Any]] = [(kind, kind.__repr__) for kind in _NUMBERS]
     for kind, spelled in before:
-        kind.__repr__, kind.__format__ = _text_of(_NUMBERS[kind], spelled, asks)  # type: ignore[method-assign]
+        kind.__repr__, kind.__format__ = _text_of(_NUMBERS[kind], spelled, asks)
     try:
         yield
     finally:
         for kind, spelled in before:
-            kind.__repr__ = spelled  # type: ignore[method-assign]
+            kind.__repr__ = spelled
             del kind.__format__
 
 
