@@ -160,9 +160,9 @@ def match(held: Entries, shapes: Mapping[str, tuple[int, ...]], strict: bool, ev
             f"{_number(wrong, 'tensor')} of other shapes than the model's", got=_some(wrong), do="build the model alike"
         )
     if strict and (missing or unexpected):
-        parts = [(missing, "are missing"), (unexpected, "are not the model's")]
+        parts = [(missing, "missing"), (unexpected, "not the model's")]
         raise CheckpointError(
-            "the names do not fit the model: " + "; ".join(f"{_number(x, 'name')} {y}" for x, y in parts if x),
+            "the names do not fit the model: " + "; ".join(_are(x, y) for x, y in parts if x),
             expected=_some(missing) + " as well" if missing else "names of the model only",
             got=_some(unexpected) + " besides" if unexpected else None,
             do="rename=..., if the file has other names; strict=False to load what fits",
@@ -179,6 +179,10 @@ def _check_placement(key: str, value: object, mesh: DeviceMesh | None) -> None:
             got=f"a DTensor {value.placements} over {value.device_mesh}",
             do="pass full_tensor(), or save and load with graphcomp.checkpoint, which redistributes",
         )
+
+
+def _are(names: Collection[str], what: str) -> str:
+    return f"{_number(names, 'name')} {'is' if len(names) == 1 else 'are'} {what}"
 
 
 def _number(names: Collection[str], what: str) -> str:

@@ -129,7 +129,7 @@ def test_names_that_do_not_fit_change_nothing(build: Callable[[], nn.Module], tm
     with pytest.raises(CheckpointError) as raised:
         load_weights(step, of_torch(tmp_path, wrong))
     assert str(raised.value).startswith(
-        "the names do not fit the model: 2 names are missing; 1 name are not the model's\n"
+        "the names do not fit the model: 2 names are missing; 1 name is not the model's\n"
         "  expected: 'layers.0.0.weight', 'norm.bias' as well\n"
         "  got: 'lm_head.bias' besides\n"
     )
