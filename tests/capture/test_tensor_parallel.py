@@ -12,13 +12,19 @@ from expecttest import TestCase
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 import graphcomp as gc
 from graphcomp.capture import capture
 from graphcomp.capture.guards import ModelGuard
 from graphcomp.compiler import joint_passes
-from graphcomp.errors import GraphcompError, LossError, PlanError
+from graphcomp.errors import CaptureError, GraphcompError, LossError, PlanError
 from graphcomp.ir.collective_calls import axis_of, is_start
 from graphcomp.ir.printer import print_program
 from graphcomp.ir.program import Program
@@ -194,3 +200,32 @@ def test_a_parameter_that_becomes_a_dtensor_is_noticed() -> None:
         assert guard.difference(before, guard.key()) == [
             "parameter 'down.weight' was a plain tensor and is (Replicate(),)",
         ]
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(4), MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.mlp(x))
+
+
+def over_sequence(mesh: DeviceMesh, local: bool) -> nn.Module:
+    """local: layers hand plain tensors to each other."""
+    down = RowwiseParallel(output_layouts=Shard(1), use_local_output=local)
+    layers = {"norm": SequenceParallel(use_local_output=local), "mlp.up": ColwiseParallel(), "mlp.down": down}
+    return parallelize_module(Normed(), mesh, layers)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("local", [False, True])
+def test_a_length_that_does_not_divide(rank: int, local: bool) -> None:
+    """By name, on every rank."""
+    with fake_mesh(rank, tp=2) as mesh:
+        with pytest.raises(CaptureError) as caught:
+            capture(over_sequence(mesh["tp"], local), squares, torch.ones(2, 5, 4), mesh=mesh)
+        text = "a size of the batch does not divide among the tensor ranks along which an activation is laid out"
+        assert caught.value.what == text
+        assert caught.value.where == "module 'mlp'"
+        capture(over_sequence(mesh["tp"], local), squares, torch.ones(2, 6, 4), mesh=mesh)
