@@ -1,4 +1,5 @@
 """Checkpointed regions: what a stage keeps, what it computes again, and that the bits stay the same."""
+# ruff: noqa: E501  (programs are as wide as they print)
 
 from __future__ import annotations
 
