@@ -366,7 +366,8 @@ class Engine:
         for line, own in zip(step.lines, by_line, strict=True) if step.options.keeps else ():
             group = None if self.virtual or step.options.outputs == "local" else self.layout.closing
             sizes = [one.sizes for one in line.bound]
-            outputs, sent = collect_outputs(line.prepared.partitioned, sizes, own, self.layout, group)
+            buffers_now = self.state.buffers().values()
+            outputs, sent = collect_outputs(line.prepared.partitioned, sizes, own, self.layout, group, buffers_now)
             kept += outputs
             collectives += sent
         buffers: dict[str, torch.Tensor] = {}

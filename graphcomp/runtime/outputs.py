@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,16 +25,23 @@ def collect_outputs(
     results: Sequence[RankResult],
     layout: Layout,
     group: dist.ProcessGroup | None,
+    buffers: Iterable[torch.Tensor] = (),
 ) -> tuple[tuple[Any, ...], int]:
     """One output a microbatch, and the number of collectives used.
 
     group: where to send them to all ranks (one broadcast a tensor, its shape computed on each side); None: each leaf
     is there only if a rank of this process computed it.
+    buffers: those of the model. An output that is one of them is copied, for the end of a step writes to them.
     """
+    memory = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+
+    def lasting(value: torch.Tensor) -> torch.Tensor:
+        return value.clone() if value.untyped_storage().data_ptr() in memory else value
+
     found: list[dict[str, torch.Tensor | None]] = [{} for _ in partitioned]
     for result in results:
         for microbatch, own in enumerate(result.recorded(Output)):
-            found[microbatch].update(own)
+            found[microbatch].update((path, lasting(value)) for path, value in own.items())
     sent = 0
     if group is not None:
         for cut, own_sizes, values in zip(partitioned, sizes, found, strict=True):

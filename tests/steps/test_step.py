@@ -138,6 +138,35 @@ def test_outputs_come_in_the_models_own_type(kind: str) -> None:
                 assert list(one) == ["loss", "logits"] and torch.equal(one.loss, expected.loss)
 
 
+class Moving(nn.Module):
+    """Returns a buffer as it was, and part of it, before forward replaces it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        before = self.mean
+        self.mean = before + x.mean(0)
+        return {"y": self.layer(x), "before": before, "part": before[1:]}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_output_that_was_a_buffer_stays_as_it_was(count: int) -> None:
+    batches = [torch.full((rows, 2), float(rows)) for rows in (3, 5)[:count]]
+    expected, eager = [], Moving()
+    for x in batches:
+        expected.append(eager(x))
+    model = Moving()
+    step = gc.compile_train_step(model, lambda output, _: output["y"].sum(), plan=EAGER)
+    result = step(batches, outputs="local")
+    assert result.outputs is not None
+    for found, wanted in zip(result.outputs, expected, strict=True):
+        assert torch.equal(found["before"], wanted["before"]) and torch.equal(found["part"], wanted["part"])
+    assert torch.equal(model.mean, eager.mean)
+
+
 def test_a_model_with_its_own_loss_needs_no_loss_function() -> None:
     model = Typed("hf")
     step = gc.compile_train_step(model, plan=EAGER)
