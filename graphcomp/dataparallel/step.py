@@ -11,7 +11,7 @@ from graphcomp.dataparallel.build import step_program
 from graphcomp.dataparallel.programs import reduce_program, unshard_program
 from graphcomp.dataparallel.spec import Shards, Spec
 from graphcomp.ir.program import Program
-from graphcomp.partition.stages import Carried
+from graphcomp.partition.stages import Carried, sum_dtype
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class DataParallel:
     def gradient(self, name: str) -> Spec:
         """The accumulated gradient of a parameter."""
         spec = self.specs[name]
-        return replace(spec, dtype=self.accumulate_dtype or spec.dtype)
+        return replace(spec, dtype=sum_dtype(spec.dtype, self.accumulate_dtype))
 
     def carried(self, name: str, reduced: bool = False) -> Carried:
         """A gradient as a message between stages, before it is reduced or after."""

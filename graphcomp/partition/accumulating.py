@@ -30,14 +30,14 @@ def accumulated(program: Program) -> tuple[str, ...]:
 def accumulating(program: Program, cut: Partitioned, dtype: torch.dtype | None = None) -> Program:
     """A copy of a stage program with an `Accumulator` input, at the end, for each gradient that it yields.
 
-    dtype: of the accumulators; None: each parameter's own. Their strides are the parameter's, as autograd has it.
+    dtype: of the accumulators; None: each parameter's own.
     """
     copy = program.copy()
     results = list(copy.results)
     inputs: list[Role] = list(copy.inputs)
     for place, role in enumerate(copy.outputs):
         if isinstance(role, Grad) and results[place] is not None:
-            accumulator = _accumulator(copy, role.name, cut.parameter(role.name), dtype)
+            accumulator = _accumulator(copy, role.name, cut.accumulator(role.name, dtype))
             inputs.append(Accumulator(role.name))
             results[place] = _sum(copy, accumulator, results[place])
     copy.output_node.args = (tuple(results),)
@@ -72,16 +72,12 @@ def written(program: Program) -> Iterator[tuple[int, int]]:
             yield place, places[Grad(role.name)]
 
 
-def _accumulator(program: Program, name: str, parameter: torch.Tensor, dtype: torch.dtype | None) -> Node:
+def _accumulator(program: Program, name: str, form: torch.Tensor) -> Node:
     graph = program.graph
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
         node = graph.placeholder("acc_" + name.replace(".", "_"))
         node.target = node.name  # which is unique
-    with program.fake_mode:
-        form = torch.empty_strided(
-            parameter.shape, parameter.stride(), dtype=dtype or parameter.dtype, device=parameter.device
-        )
     meta.set_value(node, form)
     return node
 

@@ -69,6 +69,16 @@ class Stage:
         return "\n".join(map(str, self.programs))
 
 
+def sum_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """In what the gradients of a parameter of dtype `own` add up; asked: the plan's `accumulate_dtype`.
+
+    A complex parameter's are complex, with real parts of the dtype that was asked for.
+    """
+    if asked is None:
+        return own
+    return asked.to_complex() if own.is_complex else asked
+
+
 @dataclass(frozen=True)
 class Partitioned:
     """A joint program cut into stages.
@@ -92,6 +102,14 @@ class Partitioned:
         if found is None:
             raise VerifyError(f"input 'param {name}' of the joint program is no tensor")
         return found
+
+    def accumulator(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The form of what a parameter's gradients add up in, a fake tensor.
+
+        Of the parameter's order of dimensions, and dense: also where the parameter has gaps or is expanded.
+        """
+        parameter = self.parameter(name)
+        return torch.empty_like(parameter, dtype=sum_dtype(parameter.dtype, dtype))
 
     @property
     def programs(self) -> tuple[Program, ...]:

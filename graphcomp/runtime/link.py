@@ -14,7 +14,7 @@ import torch
 
 from graphcomp.errors import AgreementError, VerifyError
 from graphcomp.ir.sizes import evaluator
-from graphcomp.partition.stages import Carried, Partitioned
+from graphcomp.partition.stages import Carried, Partitioned, sum_dtype
 from graphcomp.runtime.instructions import (
     AddGradient,
     BeginGradients,
@@ -159,7 +159,7 @@ class _Shapes:
         self.devices = [_device(value, context.device) for value in values]
         self.dtypes = [value.dtype for value in values]
         if microbatch is None and context.accumulate_dtype is not None:
-            self.dtypes = [context.accumulate_dtype] * len(values)
+            self.dtypes = [sum_dtype(dtype, context.accumulate_dtype) for dtype in self.dtypes]
         # One compilation for all microbatches. By identity: comparing expressions is slow.
         if id(values) not in context.shapes:
             context.shapes[id(values)] = _shape_functions(values)
@@ -290,7 +290,8 @@ def _finish_all(state: State) -> None:
 
 def _begin(begin: BeginGradients, context: Context) -> Operation:
     dtype, device = context.accumulate_dtype, context.device
-    each = [(slot, f.shape, f.strides, dtype or f.dtype) for slot, f in zip(begin.slots, begin.forms, strict=True)]
+    forms = zip(begin.slots, begin.forms, strict=True)
+    each = [(slot, form.shape, form.strides, sum_dtype(form.dtype, dtype)) for slot, form in forms]
 
     def operation(state: State) -> None:
         for slot, shape, strides, kind in each:

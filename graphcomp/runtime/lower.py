@@ -263,7 +263,7 @@ class _Lowering:
         """Those that a run of the program adds to; the ones that are new begin at zero."""
         names, cut = accumulated(program), self.specialisations[action.microbatch]
         slots = tuple(self.gradients.setdefault((action.stage, name), len(self.gradients)) for name in names)
-        new = {slot: cut.parameter(name) for slot, name in zip(slots, names, strict=True) if slot not in self.started}
+        new = {slot: cut.accumulator(name) for slot, name in zip(slots, names, strict=True) if slot not in self.started}
         if new:
             forms = tuple(Form(tuple(p.shape), tuple(p.stride()), p.dtype) for p in new.values())
             self.instructions.append(BeginGradients(tuple(new), forms))

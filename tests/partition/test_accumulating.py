@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc as garbage
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +12,14 @@ import torch
 from expecttest import TestCase
 from torch import Tensor, nn
 
-from graphcomp import backend
+from graphcomp import Plan, TokenLoss, backend
 from graphcomp.ir import meta, verify
 from graphcomp.ir import signature as role
 from graphcomp.ir.program import Program
 from graphcomp.partition import partition
 from graphcomp.partition.accumulating import accumulated, accumulating, in_place, written
 from graphcomp.partition.stages import Partitioned
+from graphcomp.testing import run_virtual
 from tests.partition.running import joint_of, square_loss
 
 BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.inductor)]
@@ -181,6 +183,45 @@ def test_the_sum_is_in_the_accumulators_own_memory(name: str, dtype: torch.dtype
         if name != "eager" and dtype is not torch.bfloat16:
             tolerance = {"rtol": 1e-5, "atol": 1e-5}
         torch.testing.assert_close(acc, expected, **tolerance)
+
+
+def expanded() -> Tensor:
+    return torch.randn(1, 4).expand(4, 4)
+
+
+def with_gaps() -> Tensor:
+    return torch.randn(8, 6)[::2, 1:5]
+
+
+def of_complex_numbers() -> Tensor:
+    return torch.randn(4, 4, dtype=torch.complex64)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+@pytest.mark.parametrize("made", [expanded, with_gaps, of_complex_numbers])
+def test_sums_for_parameters_of_every_form(made: Callable[[], Tensor], dtype: torch.dtype | None) -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.last = nn.Parameter(made()), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.weight
+            return self.last(x @ (weight.real * weight.imag if weight.is_complex() else weight))
+
+    torch.manual_seed(0)
+    model, batches = Product(), [torch.randn(rows, 4) for rows in (3, 5, 2)]
+    plan = Plan(stages=2, backend="eager", accumulate_dtype=dtype, quiet=True)
+    _, gradients = run_virtual(
+        model, lambda output, x: TokenLoss(output.square().sum(), x.shape[0]), batches, plan=plan
+    )
+    rows = sum(len(x) for x in batches)
+    torch.stack([model(x).square().sum() / rows for x in batches]).sum().backward()
+    found, expected = gradients["weight"], model.weight.grad
+    assert found is not None and expected is not None
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    assert found.dtype == (expected.dtype if dtype is None else wide)
+    torch.testing.assert_close(found.to(expected.dtype), expected)
 
 
 def test_a_gradient_is_gone_once_it_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
