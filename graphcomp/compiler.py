@@ -24,11 +24,13 @@ from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.comparable import comparable
 from graphcomp.ir.normalize import number_names
+from graphcomp.ir.program import Program
 from graphcomp.ir.verify import verify
 from graphcomp.partition import Partitioned, partition
 from graphcomp.partition.accumulating import accumulating
 from graphcomp.partition.homes import Homes, homes_of
 from graphcomp.passes.base import Pass
+from graphcomp.passes.chunk_loss import ChunkLoss
 from graphcomp.passes.cse import CommonSubexpressions
 from graphcomp.passes.dead_code import DeadCode
 from graphcomp.passes.functionalize import Functionalize
@@ -48,6 +50,20 @@ def joint_passes(seeded: bool) -> list[Pass]:
     """The passes between capture and partition. seeded: random draws become functions of the step's seed."""
     first: list[Pass] = [Functionalize(), *([SeededRandom()] if seeded else [])]
     return [*first, NoOp(), CommonSubexpressions(), DeadCode()]
+
+
+def chunk_passes(plan: Plan) -> list[Pass]:
+    """Those that compute head and loss in chunks. Where a schedule parts forward and backward, logits come twice."""
+    return [DeadCode(), ChunkLoss(plan.loss_chunks, repeat=plan.schedule != "1f1b"), DeadCode()]
+
+
+def _without_outputs(program: Program) -> Program:
+    """A copy that yields nothing of the model's own output."""
+    copy = program.copy()
+    kept = [(what, node) for what, node in copy.output_items() if not isinstance(what, role.Output)]
+    copy.output_node.args = (tuple(node for _, node in kept),)
+    copy.set_signature(copy.inputs, [what for what, _ in kept])
+    return copy
 
 
 @dataclass
@@ -139,12 +155,23 @@ class GraphCompiler:
         one = specialisation or self._latest()
         if outputs not in one.partitions:
             homes = self.homes if self.is_cut else None
-            cut = partition(one.joint, self.plan.stage_count, self.plan.split, outputs=outputs, homes=homes)
+            cut = partition(
+                self._chunked(one.joint, outputs), self.plan.stage_count, self.plan.split, outputs=outputs, homes=homes
+            )
             for program in cut.programs:
                 verify(program, made_by="partition")
             one.partitions[outputs] = cut
             self.homes = homes_of(cut.stages) | self.homes
         return one.partitions[outputs]
+
+    def _chunked(self, joint: Joint, outputs: bool) -> Joint:
+        """The joint program with head and loss in chunks, if the plan asks for it; without unwanted outputs, then."""
+        if self.plan.loss_chunks == 1:
+            return joint
+        program = joint.program if outputs else _without_outputs(joint.program)
+        program = PassManager(chunk_passes(self.plan)).run(program)
+        number_names(program.graph)
+        return replace(joint, program=program)
 
     def follow(self, homes: Homes, specialisations: Sequence[Specialisation], outputs: bool) -> None:
         """Take over the homes that all data ranks have agreed on; cut what is not cut, or was cut otherwise."""

@@ -45,6 +45,8 @@ class Plan:
     check_finite: raise NonFiniteError, before anything is written, if a loss, boundary value or gradient of a step is
         nan or infinite. Looks at every such value on the device, and waits for the device once a step.
     buckets: lengths that microbatches are padded up to; None: none is padded.
+    loss_chunks: head and loss are computed, forward and backward, for this many parts of a microbatch's rows, one after
+        the other, so that the logits of one part exist at a time.
     quiet: show no progress.
 
     Raises PlanError for an unknown or contradictory option.
@@ -64,6 +66,7 @@ class Plan:
     check: Literal["transfers"] | None = None
     check_finite: bool = False
     buckets: Buckets | None = None
+    loss_chunks: int = 1
     quiet: bool = False
 
     def __post_init__(self) -> None:
@@ -83,6 +86,7 @@ class Plan:
         _one_of("check_finite", self.check_finite, (True, False))
         _whole("max_programs", self.max_programs, 1)
         _whole("bucket_bytes", self.bucket_bytes, 1)
+        _whole("loss_chunks", self.loss_chunks, 1)
         if self.buckets is not None and not isinstance(self.buckets, Buckets):
             raise PlanError("Plan(buckets=...) is a graphcomp.Buckets or None", got=repr(self.buckets))
         if self.regather and self.parameters != "shard":

@@ -11,6 +11,7 @@ from typing import get_type_hints
 from graphcomp.errors import PlanError
 from graphcomp.passes.base import Pass
 from graphcomp.passes.bucket_collectives import BucketCollectives
+from graphcomp.passes.chunk_loss import ChunkLoss
 from graphcomp.passes.cse import CommonSubexpressions
 from graphcomp.passes.dead_code import DeadCode
 from graphcomp.passes.decompose import Decompose
@@ -24,6 +25,7 @@ PASSES: Mapping[str, type[Pass]] = MappingProxyType(
         kind.name: kind
         for kind in (
             BucketCollectives,
+            ChunkLoss,
             CommonSubexpressions,
             DeadCode,
             Decompose,

@@ -45,7 +45,18 @@ WIRING = {
     "graphcomp",
 }  # may import observers, when they are asked for; graphcomp: __init__.py
 # Files of passes/ that are no passes: what every pass may import, and who may name the passes.
-SHARED_PASSES = {"base", "driver", "effects", "manager", "memory", "operations", "reorder", "retrace", "symbols"}
+SHARED_PASSES = {
+    "base",
+    "driver",
+    "effects",
+    "manager",
+    "memory",
+    "operations",
+    "reorder",
+    "retrace",
+    "rows",
+    "symbols",
+}
 PASS_LISTS = {"graphcomp.passes", "graphcomp.passes.pipeline"}
 READS_PASS_LIST = {"graphcomp.passes.manager": {"pipeline"}}
 MAX_LINES = 500

@@ -71,6 +71,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stages": 2.0}, "Plan(stages=...) is a whole number of at least 1\n  got: 2.0"),
     ({"stages": True}, "Plan(stages=...) is a whole number of at least 1\n  got: True"),
     ({"max_programs": 0}, "Plan(max_programs=...) is a whole number of at least 1\n  got: 0"),
+    ({"loss_chunks": 0}, "Plan(loss_chunks=...) is a whole number of at least 1\n  got: 0"),
     ({"deadline": 0}, "Plan(deadline=...) is a positive number of seconds\n  got: 0"),
     ({"deadline": "1h"}, "Plan(deadline=...) is a positive number of seconds\n  got: '1h'"),
     (

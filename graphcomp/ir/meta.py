@@ -31,6 +31,7 @@ class Note:
     recompute: number of the checkpointed region the node belongs to, None outside; equal nodes of different
         regions must not be merged.
     kept: the user's policy keeps this value of a region instead of having it computed again.
+    chunk: number of the chunk of rows that head and loss are computed for; all chunks stay on one stage.
     """
 
     phase: Phase
@@ -40,6 +41,7 @@ class Note:
     gradient_sum: bool = False
     recompute: int | None = None
     kept: bool = False
+    chunk: int | None = None
 
 
 def note(node: Node) -> Note:
