@@ -21,61 +21,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from byte_gpt import GPT
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from stdlib_text import VOCAB, documents, steps
+from stdlib_text import documents, steps
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import graphcomp as gc
-
-# ------------------------------------------------------------------ the model, as anybody would write it
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        split = (part.view(rows, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        mixed = F.scaled_dot_product_attention(*split, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
-class GPT(nn.Module):
-    def __init__(self, width: int, heads: int, blocks: int, longest: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, width)
-        self.positions = nn.Embedding(longest, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCAB, bias=False)
-        nn.init.normal_(self.embed.weight, std=0.02)
-        nn.init.normal_(self.positions.weight, std=0.02)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 def loss_fn(logits: Tensor, batch: dict[str, Tensor]) -> gc.TokenLoss:

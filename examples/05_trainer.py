@@ -4,25 +4,26 @@
     torchrun --nproc-per-node 2 examples/05_trainer.py                       two stages
     torchrun --nproc-per-node 4 examples/05_trainer.py --data-ranks 2        two pipelines of two stages
 
-Only `place` knows where it runs. Stop it and start it again, at another layout if you like: it goes on from its last
-checkpoint. Programs are saved beside it, so that a later start at the same layout compiles nothing.
+Only `place` and the log know where it runs. Stop it and start it again, at another layout if you like: it goes on from
+its last checkpoint. Programs are saved beside it, so that a later start at the same layout compiles nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import random
 import sys
 import time
 from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from rich.console import Console
-from stdlib_text import VOCAB, documents, pad
+from byte_gpt import GPT
+from stdlib_text import documents, groups, pad
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import OneCycleLR
@@ -30,51 +31,63 @@ from torch.utils._pytree import register_dataclass
 
 import graphcomp as gc
 
+Item = TypeVar("Item")
+
 
 @dataclass(frozen=True)
 class Config:
     steps: int = 60
     microbatches: int = 4  # in a step, over all data ranks
     rows: int = 4  # documents in a microbatch
+    documents: int = 2000  # a tenth of them is held out
     longest: int = 128  # bytes of a document
     width: int = 64
     blocks: int = 3
     rate: float = 3e-3
+    log_every: int = 5
     evaluate_every: int = 20
     save_every: int = 20
     folder: str = "runs/trainer"
     backend: str = "inductor"
     data_ranks: int = 1
+    parameters: str = "replicate"
     seed: int = 0
-
-
-# ------------------------------------------------------------------ where it runs: the only part that asks
 
 
 @dataclass(frozen=True)
 class Place:
-    """part: which of the documents of a step this rank takes. parts: in how many they are dealt out."""
+    """Where it runs. part: which of `parts` equal parts of a step's microbatches is this rank's."""
 
     plan: gc.Plan
     device: torch.device
-    part: int
-    parts: int
-    console: Console
+    part: int = 0
+    parts: int = 1
+    first: bool = True
+
+    def share(self, items: list[Item]) -> list[Item]:
+        return items[self.part * len(items) // self.parts : (self.part + 1) * len(items) // self.parts]
+
+    def log(self, folder: Path, **numbers: object) -> None:
+        """Shown and kept, by one rank."""
+        if self.first:
+            print("  ".join(f"{name} {value}" for name, value in numbers.items()), flush=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / "log.jsonl").open("a") as file:
+                file.write(json.dumps(numbers) + "\n")
 
 
 def place(config: Config) -> Place:
     if "RANK" not in os.environ:
-        plan = gc.Plan(backend=config.backend, quiet=True)
-        return Place(plan, torch.device("cpu"), 0, 1, Console(highlight=False))
-    dist.init_process_group("gloo")
+        return Place(gc.Plan(backend=config.backend, quiet=True), torch.device("cpu"))
+    gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
     shape = (dist.get_world_size() // config.data_ranks, config.data_ranks)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp"))
-    plan = gc.Plan(mesh=mesh, backend=config.backend, quiet=True)
-    console = Console(quiet=dist.get_rank() > 0, highlight=False)
-    return Place(plan, torch.device("cpu"), mesh.get_local_rank("dp"), config.data_ranks, console)
-
-
-# ------------------------------------------------------------------ data and model
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp"))
+    plan = gc.Plan(mesh=mesh, parameters=config.parameters, backend=config.backend, quiet=True)
+    return Place(plan, device, mesh.get_local_rank("dp"), config.data_ranks, dist.get_rank() == 0)
 
 
 @dataclass
@@ -91,122 +104,87 @@ class Output:
 register_dataclass(Batch), register_dataclass(Output)
 
 
-class Data:
-    """The same documents in every step at every layout; a part of them is one rank's."""
+class Model(nn.Module):
+    """Your model, and how it makes its batches."""
 
-    def __init__(self, config: Config, part: int, parts: int) -> None:
-        self.config, self.part, self.parts = config, part, parts
-        found = documents(limit=2000, longest=config.longest)
-        self.held_out, self.texts = found[:36], found[36:]
-
-    def of_step(self, number: int) -> list[bytes]:
-        draw = random.Random(f"{self.config.seed} {number}")
-        return draw.sample(self.texts, self.config.rows * self.config.microbatches)[self.part :: self.parts]
-
-    def to_evaluate(self) -> list[list[bytes]]:
-        """In several calls, the last of which is shorter."""
-        own = self.held_out[self.part :: self.parts]
-        size = self.config.rows * self.config.microbatches // self.parts
-        return [own[start : start + size] for start in range(0, len(own), size)]
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int = 4) -> None:
+    def __init__(self, config: Config, device: torch.device) -> None:
         super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.device = device
+        self.gpt = GPT(config.width, 4, config.blocks, config.longest)
 
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        split = (p.view(rows, length, self.heads, -1).transpose(1, 2) for p in self.qkv(self.norm1(x)).chunk(3, -1))
-        mixed = F.scaled_dot_product_attention(*split, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        return x + self.mlp(self.norm2(x))
-
-
-class GPT(nn.Module):
-    """A byte-level language model that makes its own batches."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.rows = config.rows
-        self.embed, self.positions = nn.Embedding(VOCAB, config.width), nn.Embedding(config.longest, config.width)
-        self.blocks = nn.Sequential(*(Block(config.width) for _ in range(config.blocks)))
-        self.head = nn.Linear(config.width, VOCAB, bias=False)
-
-    def prepare_batch(self, texts: list[bytes]) -> list[Batch]:
-        """Microbatches, each padded to its longest document."""
-        groups = [texts[start : start + self.rows] for start in range(0, len(texts), self.rows)]
-        return [Batch(**pad(group, torch.device("cpu"))) for group in groups]
+    def prepare_batch(self, microbatches: list[list[bytes]]) -> list[Batch]:
+        """Each padded to its own longest document."""
+        return [Batch(**pad(texts, self.device)) for texts in microbatches]
 
     def forward(self, batch: Batch) -> Output:
-        x = self.embed(batch.tokens) + self.positions(torch.arange(batch.tokens.shape[1]))
-        return Output(gc.token_loss(self.head(self.blocks(x)), batch.labels))
-
-
-# ------------------------------------------------------------------ the trainer
+        return Output(gc.token_loss(self.gpt(batch.tokens), batch.labels))
 
 
 class Trainer:
     def __init__(self, config: Config, where: Place) -> None:
-        self.config, self.console, self.folder = config, where.console, Path(config.folder)
-        self.data = Data(config, where.part, where.parts)
-        torch.manual_seed(config.seed)
-        self.model = compiled(GPT(config), where, self.folder / "programs")
-        self.model.step.compile(self.model.prepare_batch(self.data.of_step(0))[0])  # then it is known who owns what
+        self.config, self.where, self.folder = config, where, Path(config.folder)
+        texts, size = documents(config.documents, config.longest), (config.microbatches, config.rows, config.seed)
+        cut = len(texts) // 10
+        self.data = groups(texts[cut:], *size)  # the same at every layout
+        self.held_out = list(islice(groups(texts[:cut], *size), 2))  # in two calls
+        self.model = self.compiled()
+        self.model.step.compile(self.model.prepare_batch(self.held_out[0])[0])  # then it is known who owns what
         self.optimizer = torch.optim.AdamW(self.model.parameters(), config.rate)
         self.rates = OneCycleLR(self.optimizer, config.rate, total_steps=config.steps)
 
+    def compiled(self) -> gc.CompiledModel[list[list[bytes]], list[Batch]]:
+        """Built without memory; with the programs of an earlier start, if they are of this model and this layout."""
+        with torch.device("meta"):
+            model = Model(self.config, self.where.device)
+        try:
+            return gc.compile(model, plan=self.where.plan, saved=self.folder / "programs")
+        except gc.errors.GraphcompError as error:  # on all ranks
+            self.log(compiling=error.got or error.what)
+            return gc.compile(model, plan=self.where.plan)
+
     def run(self) -> None:
-        self.resume()
-        began = time.perf_counter()
-        for number in range(self.model.step.stats.steps, self.config.steps):
+        step, done, began = self.model.step, self.start(), time.perf_counter()
+        for number, microbatches in enumerate(islice(self.data, done, self.config.steps), done + 1):
             self.optimizer.zero_grad()
-            batch = self.model.prepare_batch(self.data.of_step(number))
+            batch = self.model.prepare_batch(self.where.share(microbatches))
             out = self.model.forward(batch)
             out.loss.backward()
-            gc.clip_grad_norm_(self.model.step, 1.0)
+            norm = gc.clip_grad_norm_(step, 1.0)
             self.optimizer.step()
             self.rates.step()
-            if (number + 1) % 5 == 0:
-                seen = out.result.to_floats()  # the only time that the loop waits for a device
-                speed = 5 * seen["tokens/loss"] / (time.perf_counter() - began)
-                self.console.print(f"step {number + 1:4d}  loss {seen['loss']:.4f}  about {speed:,.0f} tokens/s")
+            if number % self.config.log_every == 0:
+                seen = out.result.to_floats()  # here the loop waits for the device
+                speed = self.config.log_every * seen["tokens/loss"] / (time.perf_counter() - began)
+                self.log(step=number, loss=seen["loss"], norm=float(norm), tokens_per_second=round(speed))
                 began = time.perf_counter()
-            if (number + 1) % self.config.evaluate_every == 0:
-                self.console.print(f"step {number + 1:4d}  held out {self.evaluate():.4f}")
-            if (number + 1) % self.config.save_every == 0:
-                self.save(number + 1)
-        self.model.step.save(self.folder / "programs")
-        made = f"{self.model.step.stats.traces} captures, {self.model.step.stats.programs} compiled programs"
-        self.console.print(f"done: held out {self.evaluate():.6f}; {made}")
+            if number % self.config.evaluate_every == 0:
+                self.log(step=number, held_out=self.evaluate())
+            if number % self.config.save_every == 0 or number == self.config.steps:
+                self.save(number)
+        self.log(done=step.stats.steps, held_out=self.evaluate(), captures=step.stats.traces)
 
     def evaluate(self) -> float:
         """The loss over all tokens that were held out."""
+        batches = [self.model.prepare_batch(self.where.share(microbatches)) for microbatches in self.held_out]
         with torch.no_grad():
-            results = [self.model.forward(self.model.prepare_batch(part)).result for part in self.data.to_evaluate()]
-        return gc.combine(results).to_floats()["loss"]
+            return gc.combine([self.model.forward(batch).result for batch in batches]).to_floats()["loss"]
 
     def save(self, number: int) -> None:
         folder = self.folder / f"step_{number:06d}"
         gc.checkpoint.save(self.model.step, folder, self.optimizer, extra=self.rates.state_dict())
+        self.model.step.save(self.folder / "programs")
 
-    def resume(self) -> None:
-        """Go on from the last checkpoint, if there is one; it may have been written at another layout."""
-        for folder in sorted(self.folder.glob("step_*"))[-1:]:
+    def start(self) -> int:
+        """First values, or the last checkpoint, which may be of another layout. Returns how many steps are done."""
+        found = sorted(self.folder.glob("step_" + 6 * "[0-9]"))
+        for folder in found[-1:]:
             self.rates.load_state_dict(gc.checkpoint.load(self.model.step, folder, self.optimizer))
-            self.console.print(f"going on from {folder}")
+            self.log(going_on_from=str(folder))
+        self.model.step.materialize(seed=self.config.seed)  # what has values keeps them
+        return self.model.step.stats.steps
 
-
-def compiled(model: GPT, where: Place, programs: Path) -> gc.CompiledModel[list[bytes], list[Batch]]:
-    """With the programs of an earlier start, if they are of this model and this layout."""
-    try:
-        return gc.compile(model, plan=where.plan, saved=programs)
-    except gc.errors.GraphcompError as error:  # on all ranks
-        where.console.print(f"compiling: {error.got or error.what}")
-        return gc.compile(model, plan=where.plan)
+    def log(self, **numbers: object) -> None:
+        self.where.log(self.folder, **numbers)
 
 
 def main() -> int:
@@ -214,8 +192,7 @@ def main() -> int:
     for field in fields(Config):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
     config = Config(**vars(parser.parse_args()))
-    where = place(config)
-    Trainer(config, where).run()
+    Trainer(config, place(config)).run()
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0

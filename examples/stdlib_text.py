@@ -39,13 +39,19 @@ def documents(limit: int, longest: int) -> list[bytes]:
     return found[:limit]
 
 
+def groups(texts: list[bytes], microbatches: int, rows: int, seed: int) -> Iterator[list[list[bytes]]]:
+    """Without end: the documents of each microbatch of each step; their order follows from `seed`, on every machine."""
+    order = random.Random(seed)
+    while True:
+        yield [order.sample(texts, rows) for _ in range(microbatches)]
+
+
 def steps(
     texts: list[bytes], microbatches: int, rows: int, seed: int, device: torch.device
 ) -> Iterator[list[dict[str, Tensor]]]:
-    """Without end: the microbatches of each step; the order of the documents follows from `seed`."""
-    order = random.Random(seed)
-    while True:
-        yield [pad(order.sample(texts, rows), device) for _ in range(microbatches)]
+    """Without end: the microbatches of each step, padded."""
+    for step in groups(texts, microbatches, rows, seed):
+        yield [pad(group, device) for group in step]
 
 
 def pad(texts: list[bytes], device: torch.device) -> dict[str, Tensor]:

@@ -1,16 +1,26 @@
-"""The examples' models and training loops are one text at all layouts: nothing in them asks where it runs."""
+"""The examples' models, losses, training loops and evaluators are one text at all layouts: none asks where it runs.
+
+The rule. In these texts no branch, loop condition, match, assertion, filter, comparison or and/or reads a name that
+means a place: `is_first`, `is_last`, or an identifier with one of the words of `PLACE` in it, such as `get_rank()` or
+`mesh.size()`; nor is such a name an index, which is a branch in other words; nor do they use `torch.distributed`. It
+holds for modules, loss functions and loops of all examples, and for whole trainers but for what `MAY_ASK` names: the
+parts that make the plan from the command line, and that show or log.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
-PLACE = ("rank", "stage", "mesh", "world_size", "pipeline", "is_first", "is_last", "layout", "get_rank", "data_rank")
-BRANCHES = (ast.If, ast.IfExp, ast.While, ast.Assert, ast.comprehension, ast.Match, ast.BoolOp, ast.Compare)
+PLACE = {"rank", "ranks", "stage", "stages", "mesh", "world", "layout", "layouts", "pp", "dp", "tp", "cp", "pipeline"}
+PLACE |= {"part", "parts"}
+MAY_ASK = {"05_trainer.py": {"Place", "place", "main"}}
+"""`main` ends the process group."""
 
 
 def texts(tree: ast.Module) -> Iterator[ast.AST]:
@@ -24,15 +34,47 @@ def texts(tree: ast.Module) -> Iterator[ast.AST]:
             yield node
 
 
-def place_tests(node: ast.AST) -> list[str]:
-    found = []
+def decides(node: ast.AST) -> list[ast.AST]:
+    """The expressions that this node takes a decision on."""
+    match node:
+        case ast.If() | ast.IfExp() | ast.While() | ast.Assert():
+            return [node.test]
+        case ast.Match():
+            return [node.subject]
+        case ast.match_case(guard=guard) if guard is not None:
+            return [guard]
+        case ast.comprehension():
+            return list(node.ifs)
+        case ast.Subscript():
+            return [node.slice]
+        case ast.BoolOp() | ast.Compare():
+            return [node]
+    return []
+
+
+def identifiers(node: ast.AST) -> Iterator[str]:
     for part in ast.walk(node):
-        if isinstance(part, BRANCHES):
-            test = getattr(part, "test", None) or getattr(part, "subject", None) or part
-            names = {n.id for n in ast.walk(test) if isinstance(n, ast.Name)}
-            names |= {n.attr for n in ast.walk(test) if isinstance(n, ast.Attribute)}
-            found += [f"line {getattr(test, 'lineno', '?')}: {ast.unparse(test)}" for name in names if name in PLACE]
-    return found
+        match part:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.keyword(arg=str(name)):
+                yield name
+            case ast.Constant(value=str(name)):  # environment variables, names of axes
+                yield name
+
+
+def means_a_place(name: str) -> bool:
+    name = name.lower()
+    return name in PLACE or not PLACE.isdisjoint(re.split(r"[^a-z]+", name)) or "is_first" in name or "is_last" in name
+
+
+def place_tests(node: ast.AST) -> list[str]:
+    found = {}
+    for part in ast.walk(node):
+        for decision in decides(part):
+            if any(means_a_place(name) for name in identifiers(decision)):
+                found[ast.unparse(decision)] = f"line {getattr(decision, 'lineno', '?')}: {ast.unparse(decision)}"
+        if isinstance(part, ast.Name) and part.id in ("dist", "distributed"):
+            found["dist"] = f"line {part.lineno}: uses torch.distributed"
+    return list(found.values())
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
@@ -41,7 +83,37 @@ def test_no_test_on_rank_stage_or_layout(path: Path) -> None:
     assert not [test for text in texts(tree) for test in place_tests(text)]
 
 
-def test_the_scan_finds_a_test_on_the_rank() -> None:
-    text = "class M(nn.Module):\n def forward(self, x):\n  return x if self.stage.is_first else self.layer(x)"
-    assert place_tests(next(texts(ast.parse(text))))
+@pytest.mark.parametrize("name", MAY_ASK)
+def test_of_a_trainer_only_these_parts_ask(name: str) -> None:
+    tree = ast.parse(next(path for path in EXAMPLES if path.name == name).read_text())
+    asking = {}
+    for node in tree.body:
+        if not isinstance(node, ast.Import | ast.ImportFrom) and (found := place_tests(node)):
+            asking[getattr(node, "name", "the module itself")] = found
+    assert asking.keys() == MAY_ASK[name], asking
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "return x if self.stage.is_first else self.layer(x)",
+        "if dist.get_rank() == 0: print(x)",
+        "while mesh.size() > 1: pass",
+        "first = plan.mesh is None or x.ndim",
+        "match config.world_size:\n   case 1: return x",
+        "match x:\n   case 1 if self.pp_rank: return x",
+        "return [y for y in x if y.stage]",
+        "return [self.layer, self.norm][local_rank](x)",
+        "x = 2 * int(os.environ['RANK'] == '0')",
+        "assert x is not None or self.is_last",
+    ],
+)
+def test_the_scan_finds_a_test_on_the_place(line: str) -> None:
+    tree = ast.parse(f"class M(nn.Module):\n def forward(self, x):\n  {line}")
+    assert place_tests(next(texts(tree)))
+
+
+def test_the_scan_lets_other_tests_pass() -> None:
+    text = "class M(nn.Module):\n def forward(self, x, mesh):\n  return f(mesh) if x.ndim and self.worldly else x[0]"
+    assert not place_tests(next(texts(ast.parse(text))))
     assert sum(len(list(texts(ast.parse(path.read_text())))) for path in EXAMPLES) > 3
