@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from graphcomp.backend.base import Boxed, Compiled, Listener, Progress
+from graphcomp.backend.embeddings import scatter_embeddings
 from graphcomp.backend.layout import Layouts
 from graphcomp.compat.artifacts import PackedCode, pack, unpack
 from graphcomp.compat.inductor import CompiledCode, compile_graph, guards_since, runs_as_written
@@ -157,6 +158,7 @@ def _code(program: Program, graph: Graph) -> Boxed | CompiledCode:
     """graph: a copy of the program's, in which process groups go by their own names."""
     if not program.calls():  # nothing to compile, and Inductor would keep the list
         return boxed_callable(in_place(program))
+    scatter_embeddings(graph)
     module = GraphModule(torch.nn.Module(), graph, class_name="program")
     inputs = [meta.value(node) for node in program.placeholders]
     with as_written():

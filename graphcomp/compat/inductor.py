@@ -101,17 +101,23 @@ def _decompose(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
 
 
 def _write(module: GraphModule, written: Sequence[tuple[int, int]]) -> None:
-    """Copies at the end of the graph, as Inductor expects a program to change its inputs: it writes the last operation
-    of each result straight to the input."""
+    """Have results written to inputs by a copy, which Inductor makes one with the operation before it.
+
+    It stands right behind that operation, for there is where Inductor writes, and lets go of what it has added.
+    """
     graph = module.graph
     output = graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     placeholders = graph.find_nodes(op="placeholder")
-    with graph.inserting_before(output):
-        for source, target in written:
-            copied = graph.call_function(torch.ops.aten.copy_.default, (placeholders[source], results[target]))
-            copied.meta["val"] = placeholders[source].meta["val"]
-            results[target] = None
+    for source, target in written:
+        total, place = results[target], placeholders[source]
+        if total.target is torch.ops.aten.add.Tensor and total.meta["val"].dtype is total.args[1].meta["val"].dtype:
+            # The same sum, but not taken for the bias of a product, which would need a result of its own to be copied.
+            total.target = torch.ops.prims.add.default
+        with graph.inserting_after(total):
+            copied = graph.call_function(torch.ops.aten.copy_.default, (place, total))
+        copied.meta["val"] = place.meta["val"]
+        results[target] = None
     output.args = (tuple(results),)
     if written:
         module.recompile()

@@ -20,6 +20,7 @@ from graphcomp.partition import partition
 from graphcomp.partition.accumulating import accumulated, accumulating, in_place, written
 from graphcomp.partition.stages import Partitioned
 from graphcomp.testing import run_virtual
+from tests.backend.test_inductor import Peak
 from tests.partition.running import joint_of, square_loss
 
 BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.inductor)]
@@ -247,3 +248,20 @@ def test_a_gradient_is_gone_once_it_is_added(monkeypatch: pytest.MonkeyPatch) ->
         call(box)
     assert len(alive) == 6
     assert most[0] == 1
+
+
+@pytest.mark.inductor
+def test_compiled_there_is_no_second_set_of_gradients() -> None:
+    """Twelve layers; beside the sums at most a few gradients at once."""
+    width, layers = 64, 12
+    model, x = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))), torch.randn(2, width)
+    cut = cut_of(model, x)
+    program = accumulating(fused_of(cut), cut)
+    call = backend.get("inductor").compile(program).call
+    call(given(program, model, x)[0])
+    box, peak = given(program, model, x)[0], Peak()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        call(box)
+    for event in profile.profiler.kineto_results.events():
+        peak.see(event)
+    assert 0 < peak.most < 4 * width * width * 4

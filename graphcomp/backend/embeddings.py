@@ -1,0 +1,66 @@
+"""Gradients of embeddings, scattered straight into what they are added to.
+
+    before: %e = embedding_dense_backward(%g, %i, 50, 3, False)   %s = add(%x, %e)
+    after:  %v = where(unsqueeze(ne(%i, 3), -1), %g, 0)           %s = index_put(%x, [%i], %v, True)
+
+Without it a matrix as large as the vocabulary is filled with zeros, and added, for the rows of a few tokens. The sum is
+taken in another order, so this is for compiled programs, which round in their own way as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from graphcomp.ir import meta
+
+_aten = torch.ops.aten
+_NAMES = ("grad_output", "indices", "num_weights", "padding_idx", "scale_grad_by_freq")
+
+
+def scatter_embeddings(graph: Graph) -> int:
+    """Change a graph that is about to be compiled; returns how many gradients it scatters now."""
+    found = 0
+    for node in list(graph.nodes):
+        if node.target is not _aten.embedding_dense_backward.default or len(node.users) != 1:
+            continue
+        (add,) = node.users
+        if add.target is _aten.add.Tensor and not add.kwargs and _scatter(graph, node, add):
+            found += 1
+    return found
+
+
+def _scatter(graph: Graph, gradient: Node, add: Node) -> bool:
+    grown, indices, _, padding, by_frequency = _arguments(gradient)
+    others = [x for x in add.args if x is not gradient]
+    if by_frequency or len(others) != 1 or not isinstance(others[0], Node):
+        return False
+    target, own, values = meta.tensor(others[0]), meta.tensor(gradient), meta.tensor(grown)
+    places = meta.tensor(indices)
+    if target is None or own is None or values is None or places is None or target.shape != own.shape:
+        return False
+    if torch.promote_types(target.dtype, own.dtype) is not target.dtype:
+        return False
+    with graph.inserting_before(add):
+        if places.dtype is not torch.int64:
+            indices = graph.call_function(_aten.to.dtype, (indices, torch.int64))
+        if padding >= 0:
+            kept = graph.call_function(_aten.ne.Scalar, (indices, padding))
+            kept = graph.call_function(_aten.unsqueeze.default, (kept, -1))
+            grown = graph.call_function(_aten.where.ScalarOther, (kept, grown, 0))
+        if values.dtype is not target.dtype:
+            grown = graph.call_function(_aten.to.dtype, (grown, target.dtype))
+        total = graph.call_function(_aten.index_put.default, (others[0], [indices], grown, True))
+    meta.set_value(total, meta.value(add))
+    add.replace_all_uses_with(total)
+    graph.erase_node(add)
+    graph.erase_node(gradient)
+    return True
+
+
+def _arguments(node: Node) -> tuple[Any, ...]:
+    """In the operator's order, however they were passed."""
+    given = {**dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
+    return tuple(given[name] for name in _NAMES)
