@@ -45,7 +45,7 @@ from graphcomp.capture.guards import ModelGuard  # noqa: E402
 from graphcomp.compat.foreach import add_each  # noqa: E402
 from graphcomp.dispatch import Dispatcher  # noqa: E402
 from graphcomp.ir.program import Program  # noqa: E402
-from graphcomp.runtime.instructions import Accumulate, Run  # noqa: E402
+from graphcomp.runtime.program.instructions import Accumulate, Run  # noqa: E402
 from graphcomp.testing import VirtualStep  # noqa: E402
 
 TARGET = 60.0

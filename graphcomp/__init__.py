@@ -13,7 +13,7 @@ from graphcomp.deployment import load
 from graphcomp.losses import MeanLoss, Metric, TokenLoss, mean_loss, metric, token_loss
 from graphcomp.plan import Plan
 from graphcomp.protocol import CompiledModel, StepOutput, Trainable, compile
-from graphcomp.runtime.result import MicrobatchResult, StepResult, combine
+from graphcomp.runtime.results.result import MicrobatchResult, StepResult, combine
 from graphcomp.step import CompiledStep, compile_train_step
 
 __version__ = "0.1.0"

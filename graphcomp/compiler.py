@@ -39,8 +39,8 @@ from graphcomp.passes.noop import NoOp
 from graphcomp.passes.seeded_random import SeededRandom
 from graphcomp.plan import Plan
 from graphcomp.progress import Progress
-from graphcomp.runtime.instructions import RankProgram, RunKind
-from graphcomp.runtime.lower import lower
+from graphcomp.runtime.program.instructions import RankProgram, RunKind
+from graphcomp.runtime.program.lower import lower
 from graphcomp.schedule import Schedule
 
 LossFunction = Callable[[Any, Any], Any]

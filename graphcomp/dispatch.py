@@ -13,7 +13,7 @@ from graphcomp.capture.facts import Facts
 from graphcomp.capture.guards import ModelGuard
 from graphcomp.compiler import GraphCompiler, Specialisation
 from graphcomp.errors import BatchError, GuardError
-from graphcomp.runtime.inputs import MicrobatchInputs
+from graphcomp.runtime.program.inputs import MicrobatchInputs
 from graphcomp.stored import Kind, Store
 
 

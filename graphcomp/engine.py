@@ -19,24 +19,24 @@ from graphcomp.ir import signature as role
 from graphcomp.ir.digest import number_of
 from graphcomp.ir.randomness import step_seeds
 from graphcomp.prepare import Preparation, Prepared, key_of
-from graphcomp.runtime.agreement import Agreed, DataRank, Intent
-from graphcomp.runtime.closing import Closed, DataRanks
-from graphcomp.runtime.counting import Counting
-from graphcomp.runtime.difference import difference
-from graphcomp.runtime.executor import RankResult, run_virtual_ranks
-from graphcomp.runtime.failure import Failures, Progress
-from graphcomp.runtime.fingerprint import checksum
-from graphcomp.runtime.finite import Place
-from graphcomp.runtime.hooks import Looking
-from graphcomp.runtime.initial import Recipe
-from graphcomp.runtime.inputs import StepInputs
-from graphcomp.runtime.layout import Layout
-from graphcomp.runtime.outputs import collect_outputs
-from graphcomp.runtime.prologue import Counts
-from graphcomp.runtime.result import StepResult
-from graphcomp.runtime.signals import signals_held
-from graphcomp.runtime.state import LiveState, Writes
-from graphcomp.runtime.together import Together
+from graphcomp.runtime.failures.failure import Failures, Progress
+from graphcomp.runtime.failures.signals import signals_held
+from graphcomp.runtime.failures.together import Together
+from graphcomp.runtime.program.executor import RankResult, run_virtual_ranks
+from graphcomp.runtime.program.fingerprint import checksum
+from graphcomp.runtime.program.finite import Place
+from graphcomp.runtime.program.inputs import StepInputs
+from graphcomp.runtime.ranks.agreement import Agreed, DataRank, Intent
+from graphcomp.runtime.ranks.difference import difference
+from graphcomp.runtime.ranks.layout import Layout
+from graphcomp.runtime.results.closing import Closed, DataRanks
+from graphcomp.runtime.results.counting import Counting
+from graphcomp.runtime.results.hooks import Looking
+from graphcomp.runtime.results.outputs import collect_outputs
+from graphcomp.runtime.results.prologue import Counts
+from graphcomp.runtime.results.result import StepResult
+from graphcomp.runtime.state.initial import Recipe
+from graphcomp.runtime.state.live import LiveState, Writes
 
 
 @dataclass(frozen=True)

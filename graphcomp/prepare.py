@@ -15,22 +15,22 @@ from graphcomp.dataparallel.step import DataParallel
 from graphcomp.errors import StateError
 from graphcomp.ir import signature as role
 from graphcomp.partition import Partitioned
-from graphcomp.runtime.agreement import Agreement, DataRank
-from graphcomp.runtime.closing import Closing
-from graphcomp.runtime.exchanges import Exchanges, exchanges
-from graphcomp.runtime.executor import RankExecutor
-from graphcomp.runtime.fingerprint import CheckedTransport, Steps
-from graphcomp.runtime.initial import Initialiser, Recipe
-from graphcomp.runtime.layout import Layout
-from graphcomp.runtime.link import Callables, StepCalls
-from graphcomp.runtime.lower import distinct
-from graphcomp.runtime.materialize import Holding, allocation, initialisation, on_meta
-from graphcomp.runtime.replicas import copy_from_first
-from graphcomp.runtime.shards import shard_parameters, sharding_text
-from graphcomp.runtime.state import LiveState
-from graphcomp.runtime.step_calls import process_calls, virtual_calls
-from graphcomp.runtime.tensor_ranks import values_text
-from graphcomp.runtime.transport import ProcessTransport, Transport, VirtualNetwork, VirtualTransport
+from graphcomp.runtime.program.executor import RankExecutor
+from graphcomp.runtime.program.fingerprint import CheckedTransport, Steps
+from graphcomp.runtime.program.link import Callables, StepCalls
+from graphcomp.runtime.program.lower import distinct
+from graphcomp.runtime.program.step_calls import process_calls, virtual_calls
+from graphcomp.runtime.program.transport import ProcessTransport, Transport, VirtualNetwork, VirtualTransport
+from graphcomp.runtime.ranks.agreement import Agreement, DataRank
+from graphcomp.runtime.ranks.exchanges import Exchanges, exchanges
+from graphcomp.runtime.ranks.layout import Layout
+from graphcomp.runtime.ranks.tensor_ranks import values_text
+from graphcomp.runtime.results.closing import Closing
+from graphcomp.runtime.state.initial import Initialiser, Recipe
+from graphcomp.runtime.state.live import LiveState
+from graphcomp.runtime.state.materialize import Holding, allocation, initialisation, on_meta
+from graphcomp.runtime.state.replicas import copy_from_first
+from graphcomp.runtime.state.shards import shard_parameters, sharding_text
 
 KEPT = 64
 """Sequences of specialisations whose rank programs are kept; the oldest goes first. Compiled code is kept apart."""

@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 from graphcomp.capture.batch import prepares_batches
 from graphcomp.errors import PlanError
 from graphcomp.plan import Plan
-from graphcomp.runtime.held import HeldStep
-from graphcomp.runtime.result import StepResult
+from graphcomp.runtime.results.result import StepResult
+from graphcomp.runtime.state.held import HeldStep
 from graphcomp.step import CompiledStep, Outputs, compile_train_step
 
 Inputs = TypeVar("Inputs")

@@ -20,12 +20,12 @@ from graphcomp.engine import BoundStep, Engine, Options, Ran
 from graphcomp.errors import PlanError, StepError
 from graphcomp.plan import Plan
 from graphcomp.prepare import Prepared
-from graphcomp.runtime.held import HeldStep
-from graphcomp.runtime.hooks import Hook, Looking
-from graphcomp.runtime.initial import Initialiser, Recipe
-from graphcomp.runtime.layout import Layout, check_layout, make_layout
-from graphcomp.runtime.result import StepResult
-from graphcomp.runtime.tensor_ranks import check_parts
+from graphcomp.runtime.ranks.layout import Layout, check_layout, make_layout
+from graphcomp.runtime.ranks.tensor_ranks import check_parts
+from graphcomp.runtime.results.hooks import Hook, Looking
+from graphcomp.runtime.results.result import StepResult
+from graphcomp.runtime.state.held import HeldStep
+from graphcomp.runtime.state.initial import Initialiser, Recipe
 from graphcomp.stored import Store, key_of, write
 
 Outputs = Literal["none", "local", "all"]

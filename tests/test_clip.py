@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphcomp as gc
 from graphcomp.errors import PlanError
-from graphcomp.runtime.layout import Layout, make_layout
-from graphcomp.runtime.shards import shard_parameters
+from graphcomp.runtime.ranks.layout import Layout, make_layout
+from graphcomp.runtime.state.shards import shard_parameters
 from graphcomp.testing import run_ranks
 from tests.runtime.sharded import full
 from tests.zoo import ZOO

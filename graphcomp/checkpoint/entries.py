@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphcomp.errors import CheckpointError
-from graphcomp.runtime.slots import slots_of
+from graphcomp.runtime.state.slots import slots_of
 
 if TYPE_CHECKING:
     from graphcomp.step import CompiledStep

@@ -24,8 +24,8 @@ from graphcomp.checkpoint.optimizers import groups_to_load, load_optimizer, opti
 from graphcomp.checkpoint.weights import match
 from graphcomp.checkpoint.writing import PLAIN, Contents, World, alone, as_bytes, begin, find, from_bytes, write
 from graphcomp.errors import CheckpointError
-from graphcomp.runtime.failure import error_text
-from graphcomp.runtime.initial import Initialiser
+from graphcomp.runtime.failures.failure import error_text
+from graphcomp.runtime.state.initial import Initialiser
 
 if TYPE_CHECKING:
     from graphcomp.step import CompiledStep

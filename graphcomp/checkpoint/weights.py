@@ -16,8 +16,8 @@ from graphcomp.checkpoint.files import Source, open_weights
 from graphcomp.compat.sharded import local_rows
 from graphcomp.compat.tensor_parallel import is_part, placed
 from graphcomp.errors import CheckpointError
-from graphcomp.runtime.initial import Initialiser
-from graphcomp.runtime.slots import is_on_meta
+from graphcomp.runtime.state.initial import Initialiser
+from graphcomp.runtime.state.slots import is_on_meta
 
 if TYPE_CHECKING:
     from graphcomp.step import CompiledStep

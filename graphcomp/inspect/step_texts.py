@@ -11,7 +11,7 @@ from graphcomp.dataparallel.step import DataParallel
 from graphcomp.inspect.dump import Text, dump
 from graphcomp.partition.stages import Partitioned
 from graphcomp.passes.manager import Record
-from graphcomp.runtime.step_calls import step_programs
+from graphcomp.runtime.program.step_calls import step_programs
 
 if TYPE_CHECKING:
     from graphcomp.compiler import GraphCompiler, RankPrograms, Specialisation

@@ -19,7 +19,7 @@ from graphcomp.capture import Joint
 from graphcomp.compat.tracing import swapped_state
 from graphcomp.compiler import GraphCompiler
 from graphcomp.dispatch import as_microbatches
-from graphcomp.runtime.result import StepResult
+from graphcomp.runtime.results.result import StepResult
 from graphcomp.step import CompiledStep
 from graphcomp.testing.virtual import VirtualStep
 

@@ -16,9 +16,9 @@ from graphcomp.dispatch import Bound, Dispatcher
 from graphcomp.engine import BoundStep, Engine, Options, Ran
 from graphcomp.errors import BatchError, StateError
 from graphcomp.plan import Plan
-from graphcomp.runtime.hooks import Hook, Looking
-from graphcomp.runtime.layout import Layout, make_layout
-from graphcomp.runtime.result import StepResult
+from graphcomp.runtime.ranks.layout import Layout, make_layout
+from graphcomp.runtime.results.hooks import Hook, Looking
+from graphcomp.runtime.results.result import StepResult
 from graphcomp.step import evaluating
 
 

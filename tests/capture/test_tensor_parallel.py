@@ -29,7 +29,7 @@ from graphcomp.ir.collective_calls import axis_of, is_start
 from graphcomp.ir.printer import print_program
 from graphcomp.ir.program import Program
 from graphcomp.passes.manager import PassManager
-from graphcomp.runtime.tensor_ranks import check_parts
+from graphcomp.runtime.ranks.tensor_ranks import check_parts
 from graphcomp.testing import check_parity, run_virtual
 from tests.collectives.fake import fake_mesh
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import graphcomp as gc
-from graphcomp.runtime import step_calls, transport
+from graphcomp.runtime.program import step_calls, transport
 
 WIDTH = 4
 

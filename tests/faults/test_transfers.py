@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphcomp as gc
-from graphcomp.runtime.fingerprint import CheckedTransport
-from graphcomp.runtime.transport import ProcessTransport
+from graphcomp.runtime.program.fingerprint import CheckedTransport
+from graphcomp.runtime.program.transport import ProcessTransport
 from tests.faults.model import ARMED, Chain, Trap, batches, loss_fn
 from tests.faults.processes import run
 from tests.faults.test_faults import same, seen, state

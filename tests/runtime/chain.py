@@ -33,11 +33,11 @@ from graphcomp.ir.signature import (
 )
 from graphcomp.ir.sizes import Sizes
 from graphcomp.partition.stages import Boundary, Carried, Partitioned, Stage
-from graphcomp.runtime.executor import RankExecutor, run_virtual_ranks
-from graphcomp.runtime.inputs import MicrobatchInputs, StepInputs
-from graphcomp.runtime.instructions import RankProgram
-from graphcomp.runtime.lower import lower
-from graphcomp.runtime.transport import VirtualNetwork, VirtualTransport
+from graphcomp.runtime.program.executor import RankExecutor, run_virtual_ranks
+from graphcomp.runtime.program.inputs import MicrobatchInputs, StepInputs
+from graphcomp.runtime.program.instructions import RankProgram
+from graphcomp.runtime.program.lower import lower
+from graphcomp.runtime.program.transport import VirtualNetwork, VirtualTransport
 from graphcomp.schedule.communicate import with_transfers
 from graphcomp.schedule.registry import get
 from graphcomp.schedule.rewrite import fuse, without_backward

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphcomp as gc
-import graphcomp.runtime.executor as executor
+import graphcomp.runtime.program.executor as executor
 from graphcomp.plan import SCHEDULES
 from graphcomp.testing import VirtualStep, run_ranks
 from tests.zoo import ZOO

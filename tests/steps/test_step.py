@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import graphcomp as gc
 from graphcomp.errors import BatchError, PlanError, StepError
-from graphcomp.runtime.result import StepResult
+from graphcomp.runtime.results.result import StepResult
 from tests.zoo import ZOO
 from tests.zoo.case import Case
 from tests.zoo.reference import Reference, reference

@@ -1,0 +1,1 @@
+"""How a failure on one rank becomes an error on all."""

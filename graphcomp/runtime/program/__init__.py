@@ -1,0 +1,1 @@
+"""Rank programs: lowered from a schedule, linked, executed, and what they send."""

@@ -1,0 +1,79 @@
+"""Step programs made callable: over a process group, or over virtual data ranks that meet in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from graphcomp.dataparallel.build import collectives_of
+from graphcomp.dataparallel.in_place import reduce_in_place
+from graphcomp.dataparallel.step import DataParallel
+from graphcomp.ir import meta
+from graphcomp.ir.interp import boxed_callable
+from graphcomp.ir.lockstep import lockstep
+from graphcomp.ir.program import Program
+from graphcomp.runtime.program.link import StepCall, StepCalls
+
+
+def process_calls(data: DataParallel, stages: Iterable[int], group: str) -> StepCalls:
+    """The step programs of these stages on this process. group: the name of the process group over the data ranks."""
+    return {
+        key: _step_call(program, boxed_callable(reduce_in_place(program), {data.axis: group}))
+        for key, program in _programs(data, stages)
+    }
+
+
+def virtual_calls(data: DataParallel, stages: Iterable[int]) -> list[StepCalls]:
+    """For each virtual data rank: the step programs, in which all of them meet."""
+    found: list[dict[tuple[Literal["unshard", "reduce"], int], StepCall]] = [{} for _ in range(data.ranks)]
+    for key, program in _programs(data, stages):
+        meeting = _Meeting(program, data.ranks, data.axis)
+        for rank, calls in enumerate(found):
+            calls[key] = _step_call(program, meeting.of(rank))
+    return list(found)
+
+
+def step_programs(data: DataParallel, stages: Iterable[int]) -> list[Program]:
+    """All step programs of these stages, in order."""
+    return [program for _, program in _programs(data, stages)]
+
+
+def _programs(
+    data: DataParallel, stages: Iterable[int]
+) -> list[tuple[tuple[Literal["unshard", "reduce"], int], Program]]:
+    found: list[tuple[tuple[Literal["unshard", "reduce"], int], Program | None]] = []
+    for stage in stages:
+        found += [(("unshard", stage), data.unshard_program(stage)), (("reduce", stage), data.reduce_program(stage))]
+    return [(key, program) for key, program in found if program is not None]
+
+
+def _step_call(program: Program, call: Any) -> StepCall:
+    fakes = [meta.tensor(node) for node in program.placeholders]
+    inputs = tuple((tuple(map(int, fake.shape)), fake.dtype) for fake in fakes if fake is not None)
+    return StepCall(call, inputs, collectives_of(program))
+
+
+@dataclass
+class _Meeting:
+    """One step program, called by every virtual data rank: the last to come runs it for all."""
+
+    program: Program
+    ranks: int
+    axis: str
+    boxes: dict[int, list[Any]] = field(default_factory=dict)
+    results: dict[int, Sequence[Any]] = field(default_factory=dict)
+
+    def of(self, rank: int) -> Any:
+        def call(box: list[Any]) -> Sequence[Any] | None:
+            if rank in self.results:
+                return self.results.pop(rank)
+            if rank not in self.boxes:
+                self.boxes[rank] = box
+            if len(self.boxes) == self.ranks:
+                boxes = [self.boxes.pop(each) for each in range(self.ranks)]
+                self.results = dict(enumerate(lockstep(self.program, self.axis, boxes)))
+                return self.results.pop(rank)
+            return None
+
+        return call

@@ -1,0 +1,214 @@
+"""How messages travel between stages: over process groups, or through a dictionary within one process.
+
+A message is the ordered values of one boundary for one microbatch; each value is one payload. Both sides
+derive number, dtypes and shapes from the same program, so only the bytes travel. An empty value travels as
+one byte, so that the order of payloads never depends on sizes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from graphcomp.errors import AgreementError
+from graphcomp.runtime.program.instructions import Edge
+
+# What every backend sends as it is; anything else travels as its bytes.
+_PLAIN = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+    }
+)
+
+
+class SendHandle(Protocol):
+    """A send under way; it keeps the memory that is being sent."""
+
+    def done(self) -> bool:
+        """Whether it is known, without waiting, that the memory is no longer needed."""
+        ...
+
+    def wait(self) -> None: ...
+
+
+class ReceiveHandle(Protocol):
+    """A receive under way."""
+
+    def ready(self) -> bool:
+        """False if `wait` cannot return because another virtual rank has to go on first."""
+        ...
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        """The received values. On CUDA the current stream waits, not the host."""
+        ...
+
+
+class Transport(Protocol):
+    """messages: payloads sent by this rank in this step; bytes_sent: their bytes."""
+
+    @property
+    def messages(self) -> int: ...
+
+    @property
+    def bytes_sent(self) -> int: ...
+
+    def reset(self) -> None:
+        """A new step begins: set the counters to 0."""
+        ...
+
+    def send(self, edge: Edge, microbatch: int | None, values: Sequence[torch.Tensor]) -> SendHandle: ...
+
+    def post_receive(self, edge: Edge, microbatch: int | None, buffers: Sequence[torch.Tensor]) -> ReceiveHandle: ...
+
+
+def payload(value: torch.Tensor) -> torch.Tensor:
+    """The tensor that travels for a value: dense, and of a dtype that every backend can send. Shares memory
+    if it can.
+    """
+    if value.is_complex() or value.dtype.is_floating_point:
+        value = value.resolve_conj().resolve_neg()
+    dense = value.contiguous()
+    if not dense.numel():
+        return torch.zeros(1, dtype=torch.uint8, device=value.device)
+    return dense if dense.dtype in _PLAIN else dense.reshape(-1).view(torch.uint8)
+
+
+class ProcessTransport:
+    """Messages over torch.distributed.
+
+    down, up: two groups over the same ranks, one for activations and one for gradients, so that on NCCL the
+    order in one direction never holds up the other. ranks: group rank of each stage.
+    """
+
+    def __init__(
+        self, down: dist.ProcessGroup, up: dist.ProcessGroup, ranks: Sequence[int] | Mapping[int, int]
+    ) -> None:
+        self.down, self.up, self.ranks = down, up, ranks
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = self.bytes_sent = 0
+
+    def send(self, edge: Edge, microbatch: int | None, values: Sequence[torch.Tensor]) -> _ProcessSend:
+        group, peer = (self.down if edge.source < edge.target else self.up), self.ranks[edge.target]
+        payloads = [payload(value) for value in values]
+        self.messages += len(payloads)
+        self.bytes_sent += sum(one.nbytes for one in payloads)
+        return _ProcessSend([group.send([one], peer, 0) for one in payloads], payloads)
+
+    def post_receive(self, edge: Edge, microbatch: int | None, buffers: Sequence[torch.Tensor]) -> _ProcessReceive:
+        group, peer = (self.down if edge.source < edge.target else self.up), self.ranks[edge.source]
+        # The payload of a dense, non-empty buffer shares its memory.
+        payloads = [payload(buffer) for buffer in buffers]
+        return _ProcessReceive([group.recv([one], peer, 0) for one in payloads], buffers, payloads)
+
+
+@dataclass(slots=True)
+class _ProcessSend:
+    works: list[dist.Work]
+    kept: list[torch.Tensor]
+
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+@dataclass(slots=True)
+class _ProcessReceive:
+    works: list[dist.Work]
+    buffers: Sequence[torch.Tensor]
+    kept: list[torch.Tensor]
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        for work in self.works:
+            work.wait()
+        return self.buffers
+
+
+class VirtualNetwork:
+    """The messages between virtual ranks of one process: in order for each edge, as on a wire."""
+
+    def __init__(self) -> None:
+        self.messages: dict[Edge, deque[tuple[int | None, list[torch.Tensor]]]] = defaultdict(deque)
+
+
+class VirtualTransport:
+    """One virtual rank's end of a network. A received value is a copy, as it would be over a wire."""
+
+    def __init__(self, network: VirtualNetwork) -> None:
+        self.network = network
+        self.reset()
+
+    def reset(self) -> None:
+        """What an earlier step left on the network, after an error, is dropped: no rank has begun yet."""
+        self.messages = self.bytes_sent = 0
+        for queue in self.network.messages.values():
+            queue.clear()
+
+    def send(self, edge: Edge, microbatch: int | None, values: Sequence[torch.Tensor]) -> _VirtualSend:
+        dense = [value.contiguous() for value in values]
+        self.messages += len(dense)
+        self.bytes_sent += sum(max(1, value.nbytes) for value in dense)
+        self.network.messages[edge].append((microbatch, dense))
+        return _VirtualSend()
+
+    def post_receive(self, edge: Edge, microbatch: int | None, buffers: Sequence[torch.Tensor]) -> _VirtualReceive:
+        return _VirtualReceive(self.network.messages[edge], edge, microbatch, buffers)
+
+
+@dataclass(slots=True)
+class _VirtualSend:
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+@dataclass(slots=True)
+class _VirtualReceive:
+    queue: deque[tuple[int | None, list[torch.Tensor]]]
+    edge: Edge
+    microbatch: int | None
+    buffers: Sequence[torch.Tensor]
+
+    def ready(self) -> bool:
+        return bool(self.queue)
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        microbatch, values = self.queue.popleft()
+        planned = (self.microbatch, [describe(buffer.shape, buffer.dtype) for buffer in self.buffers])
+        sent = (microbatch, [describe(value.shape, value.dtype) for value in values])
+        if planned != sent:
+            raise AgreementError(
+                "a message is not the one that was expected",
+                where=f"edge {self.edge}, microbatch {self.microbatch}",
+                expected=planned,
+                got=sent,
+            )
+        for buffer, value in zip(self.buffers, values, strict=True):
+            buffer.copy_(value)
+        return self.buffers
+
+
+def describe(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """dtype and shape, for messages."""
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"

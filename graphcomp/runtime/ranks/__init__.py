@@ -1,0 +1,1 @@
+"""Who stands where, and how all ranks come to agree on what they do."""

@@ -1,0 +1,183 @@
+"""Where this process stands: its rank in the pipeline, its device, and the process groups it talks over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from graphcomp.errors import PlanError
+from graphcomp.plan import Plan
+from graphcomp.runtime.ranks.difference import difference
+from graphcomp.runtime.ranks.grid import Grid
+
+
+@dataclass(frozen=True)
+class Layout:
+    """rank: in the pipeline. ranks: the global rank of each pipeline rank. data_rank: of `data_ranks`, each with
+    microbatches of its own. tensor_rank: among those that hold parts of the same stage (axis `tp`).
+
+    down, up: groups for activations and for gradients. closing: of the pipeline, for the closing exchange. data: the
+    ranks that hold the same in every data rank; data_axis: what programs call it; data_mesh: the same as a mesh of one
+    axis. tensor: the tensor ranks. side: gloo, all ranks of the job, for host-side agreement. grid: of all ranks, as
+    places in `side`. None where there is nobody to talk to.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    device: torch.device
+    down: dist.ProcessGroup | None = None
+    up: dist.ProcessGroup | None = None
+    closing: dist.ProcessGroup | None = None
+    side: dist.ProcessGroup | None = None
+    data: dist.ProcessGroup | None = None
+    data_axis: str = "dp"
+    data_mesh: DeviceMesh | None = None
+    data_rank: int = 0
+    data_ranks: int = 1
+    tensor: dist.ProcessGroup | None = None
+    tensor_rank: int = 0
+    grid: Grid | None = None
+
+    @property
+    def stages(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def place(self) -> int:
+        """Of this rank in the grid: all ranks of the job are in the mesh, so it is the global rank."""
+        return self.ranks[self.rank]
+
+    @property
+    def peers(self) -> Mapping[str, tuple[int, ...]]:
+        """For each axis over which ranks work together while their pipelines run: the ranks along it, with this one.
+
+        Virtual data ranks have no ranks of their own.
+        """
+        if self.grid is None:
+            return {self.data_axis: ()} if self.data_ranks > 1 else {}
+        along = {axis: self.grid.along(axis) for axis in self.grid.shared_axes}
+        return {axis: next(one for one in groups if self.place in one) for axis, groups in along.items()}
+
+    @property
+    def own_groups(self) -> Iterator[dist.ProcessGroup]:
+        """The groups that were made for this layout, and go with it."""
+        own = (self.side, self.closing, self.down, self.up, self.data, self.tensor)
+        return (group for group in own if group is not None)
+
+
+def check_layout(plan: Plan) -> None:
+    """Raise PlanError for a plan that this process cannot take part in. Without any effect."""
+    if plan.mesh is None:
+        if plan.stage_count > 1:
+            raise PlanError(
+                f"a plan of {plan.stage_count} stages needs a mesh with an axis 'pp' of that size",
+                got="mesh=None (this process alone)",
+                do='init_device_mesh(..., mesh_dim_names=("pp",)) under torchrun; or try it with testing.run_virtual',
+            )
+        return
+    if plan.axis("tp") > 1 and plan.parameters == "shard":
+        raise PlanError(
+            "parameters are not sharded over data ranks and laid out over tensor ranks at once",
+            expected="parameters='replicate', or a mesh without the axis 'tp'",
+            got=f"parameters='shard', tp={plan.axis('tp')}",
+            do="see docs/limits.md",
+        )
+    if not dist.is_initialized():
+        raise PlanError(
+            "the plan has a mesh, but this process is in no process group",
+            expected=f"{plan.mesh.size()} processes, as the mesh has ranks",
+            got="no default process group",
+            do="start the processes with torchrun and call init_process_group",
+        )
+    grid = Grid.of(plan.mesh)
+    if any(list(ranks) != sorted(ranks) for axis in ("pp", grid.data_axis, "tp") for ranks in grid.along(axis)):
+        raise PlanError(
+            "the ranks along an axis of the mesh are not in ascending order",
+            expected="a mesh as init_device_mesh makes it",
+            got=plan.mesh.mesh.tolist(),
+        )
+    if plan.mesh.size() != dist.get_world_size():
+        raise PlanError(
+            "the mesh does not hold all processes of this job",
+            expected=f"a mesh of {dist.get_world_size()} ranks",
+            got=f"a mesh of {plan.mesh.size()} ranks",
+            do="make the mesh of the world's size, or start as many processes as the mesh has ranks",
+        )
+
+
+def make_layout(plan: Plan, model: nn.Module) -> Layout:
+    """The layout of this process. Creates process groups, so all ranks of the mesh must call it.
+
+    Raises AgreementError, on all of them, if they were given different plans.
+    """
+    if plan.mesh is None:
+        tensors = [*model.parameters(), *model.buffers()]
+        found = next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
+        return Layout(0, (0,), found)
+    mesh = plan.mesh
+    device = torch.device(mesh.device_type)
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
+    if mesh.size() == 1:
+        return Layout(0, (dist.get_rank(),), device)
+    limit, grid = timedelta(seconds=plan.deadline), Grid.of(mesh)
+    data_rank, tensor_rank, rank = grid.position(dist.get_rank())
+    side = dist.new_group(timeout=limit, backend="gloo")
+    _require_one_plan(plan, side)
+    down, up, closing = (_own_group(grid.pipelines, limit) for _ in range(3))
+    return Layout(
+        rank=rank,
+        ranks=grid.ranks[data_rank][tensor_rank],
+        device=device,
+        down=down,
+        up=up,
+        closing=closing,
+        side=side,
+        data=_own_group(grid.along(grid.data_axis), limit),
+        data_axis=grid.data_axis,
+        data_mesh=_data_mesh(mesh, grid, limit),
+        data_rank=data_rank,
+        data_ranks=len(grid.ranks),
+        tensor=_own_group(grid.along("tp"), limit),
+        tensor_rank=tensor_rank,
+        grid=grid,
+    )
+
+
+def _data_mesh(mesh: DeviceMesh, grid: Grid, limit: timedelta) -> DeviceMesh | None:
+    """The data ranks as a mesh of one axis: one of the user's mesh, or one over `dp` and `cp` with a group of its own,
+    as sharded parameters outlive the layout."""
+    if len(grid.ranks) == 1:
+        return None
+    if len(grid.data_axes) == 1:
+        return mesh[grid.data_axis]
+    group = _own_group(grid.along(grid.data_axis), limit)
+    return None if group is None else DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=(grid.data_axis,))
+
+
+def _require_one_plan(plan: Plan, side: dist.ProcessGroup) -> None:
+    """Compare what must be equal on all ranks, before it decides which groups they make."""
+    lines = [] if plan.mesh is None else [f"mesh={plan.mesh.mesh_dim_names} {plan.mesh.mesh.tolist()}"]
+    free = ("mesh", "quiet", "deadline")
+    lines += [f"{one.name}={getattr(plan, one.name)!r}" for one in fields(plan) if one.name not in free]
+    texts: list[str] = [""] * dist.get_world_size(side)
+    dist.all_gather_object(texts, "\n".join(lines), group=side)
+    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
+    if other is not None:
+        raise difference(texts, 0, other)
+
+
+def _own_group(parts: Sequence[Sequence[int]], limit: timedelta) -> dist.ProcessGroup | None:
+    """This rank's one of these disjoint groups; None if it is alone in it. Every rank takes part in making each."""
+    own: dist.ProcessGroup | None = None
+    for part in parts:
+        if len(part) > 1:
+            group = dist.new_group(list(part), timeout=limit)
+            own = group if dist.get_rank() in part else own
+    return own

@@ -1,0 +1,1 @@
+"""What a step divides by, and what it reports."""
