@@ -135,3 +135,12 @@ def test_pretrained(tmp_path: Path) -> None:
 def test_tensor_parallel(tmp_path: Path) -> None:
     shown = run("07_tensor_parallel.py", cwd=tmp_path)
     assert "tensor ranks: the same microbatches" in shown and "step 4: loss" in shown
+
+
+def test_hf_trainer(tmp_path: Path) -> None:
+    """Trained by the Trainer as it is and with compiled steps: the same losses, norms and evaluation."""
+    for needed in ("transformers", "accelerate"):
+        pytest.importorskip(needed)
+    shown = run("09_hf_trainer.py", "--steps", "3", "--backend", "eager", "--folder", "out", cwd=tmp_path)
+    assert "6 compiled steps, 1 capture(s)" in shown
+    assert shown.count("'grad_norm'") == 6 and shown.count("'eval_loss'") == 2
