@@ -14,6 +14,7 @@ from graphcomp.losses import MeanLoss, Metric, TokenLoss, mean_loss, metric, tok
 from graphcomp.plan import Plan
 from graphcomp.protocol import CompiledModel, StepOutput, Trainable, compile
 from graphcomp.runtime.results.result import MicrobatchResult, StepResult, combine
+from graphcomp.runtime.state.optimizer_state import shard_optimizer_state
 from graphcomp.step import CompiledStep, compile_train_step
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "load",
     "mean_loss",
     "metric",
+    "shard_optimizer_state",
     "token_loss",
 ]
 

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
+from graphcomp import shard_optimizer_state
 from graphcomp.dataparallel.spec import Shards
 from graphcomp.errors import StateError
 from graphcomp.runtime.state.live import LiveState
-from graphcomp.runtime.state.optimizer_state import shard_optimizer_state
 from graphcomp.runtime.state.shards import shard_parameters
 from graphcomp.testing import run_ranks
 from tests.runtime.sharded import alone, data_mesh, full, gradients, uneven
