@@ -19,7 +19,7 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 PLACE = {"rank", "ranks", "stage", "stages", "mesh", "world", "layout", "layouts", "pp", "dp", "tp", "cp", "pipeline"}
 PLACE |= {"part", "parts"}
-MAY_ASK = {"05_trainer.py": {"Place", "place", "main"}}
+MAY_ASK = {"05_trainer.py": {"Place", "place", "main"}, "08_job.py": {"Dims", "Metrics", "main"}}
 """`main` ends the process group."""
 
 

@@ -13,8 +13,6 @@ import os
 import runpy
 import shutil
 import signal
-import socket
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +21,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import graphcomp as gc
-from graphcomp.testing import run_ranks
 from tests.checkpoint.test_processes import RealBytes, full, local_bytes
+from tests.examples.scripts import run_script
 from tests.examples.test_examples import EXAMPLES
 
 pytestmark = [
@@ -43,7 +40,7 @@ LAYOUTS = {"one process": (1, 1), "dp2": (2, 2), "pp2": (2, 1), "pp4": (4, 1), "
 STEPS, SAVED, KILLED = 7, 4, 5
 SMALL = (
     *("--steps", str(STEPS), "--microbatches", "4", "--rows", "2", "--documents", "100", "--longest", "80"),
-    *("--width", "16", "--blocks", "2"),
+    *("--width", "16", "--blocks", "1"),
     *("--log-every", "1", "--evaluate-every", "3", "--save-every", str(SAVED), "--backend", "eager"),
 )
 
@@ -99,30 +96,17 @@ class Watch:
         return {**self.found, "mine": mine, "sizes": sizes, "real": real, "traces": step.stats.traces}
 
 
-def script(rank: int, processes: int, options: tuple[str, ...], port: int, kill: bool) -> dict[str, Any]:
-    """Run the file, in an environment as torchrun makes it; or as one process that knows of no other."""
-    dist.destroy_process_group()
-    if processes == 1:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-            del os.environ[name]
-    else:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE=str(processes))
-    sys.argv = [NAME, *options]
-    sys.path.insert(0, str(EXAMPLES))
+@contextlib.contextmanager
+def watched(kill: bool) -> Iterator[Callable[[], dict[str, Any]]]:
     watch = Watch(kill)
-    with watch.on(), pytest.raises(SystemExit) as left:
-        runpy.run_path(str(EXAMPLES / NAME), run_name="__main__")
-    assert left.value.code == 0
-    return watch.holds()
+    with watch.on():
+        yield watch.holds
 
 
-def run(layout: str, folder: Path, *options: str, kill: bool = False) -> list[dict[str, Any]]:
+def run(layout: str, folder: Path, kill: bool = False) -> list[dict[str, Any]]:
     processes, data_ranks = LAYOUTS[layout]
-    options = (*SMALL, "--folder", str(folder), "--data-ranks", str(data_ranks), *options)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return run_ranks(script, processes, processes, options, port, kill, timeout=120)
+    options = (*SMALL, "--folder", str(folder), "--data-ranks", str(data_ranks))
+    return run_script(NAME, processes, *options, watching=functools.partial(watched, kill))
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
