@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from graphcomp.backend.base import Boxed, Compiled, Listener, Progress
+from graphcomp.backend.chunks import in_turn
 from graphcomp.backend.embeddings import scatter_embeddings
 from graphcomp.backend.layout import Layouts
 from graphcomp.compat.artifacts import PackedCode, pack, unpack
@@ -132,6 +133,7 @@ def _compile(program: Program, groups: Mapping[str, str]) -> _Artifact:
     before = guard_count(mode)
     symbols = _symbols(program)
     graph = program.copy().graph
+    in_turn(graph)
     name_groups(graph, groups, f"program '{program.name}'")
     try:
         code = _code(program, graph)

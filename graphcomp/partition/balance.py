@@ -14,6 +14,7 @@ from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
+from graphcomp.partition.chunks import inside_chunks
 from graphcomp.partition.costs import matrix_flops, size_bytes, work
 from graphcomp.partition.traits import uses_parameter
 
@@ -134,7 +135,8 @@ def _candidates(
     def suffice(positions: Sequence[int]) -> bool:
         return len({weights[i] for i in positions} - {0, weights[-1]}) + 1 >= stages
 
-    everywhere = [i for i in range(1, len(forward)) if not _splits_a_tuple(forward, i)]
+    inside = inside_chunks(forward)
+    everywhere = [i for i in range(1, len(forward)) if i not in inside and not _splits_a_tuple(forward, i)]
     found = [i for i in everywhere if is_module_boundary(i)]
     found = found if suffice(found) else everywhere
     if len(found) <= PIECES:

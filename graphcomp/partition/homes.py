@@ -14,6 +14,7 @@ from graphcomp.errors import PartitionError
 from graphcomp.ir import signature as role
 from graphcomp.ir.program import Program
 from graphcomp.partition.balance import crossing_bytes, depth
+from graphcomp.partition.chunks import inside_chunks
 from graphcomp.partition.stages import Stage
 
 Homes = Mapping[str, tuple[int, ...]]
@@ -38,17 +39,18 @@ def kept_cuts(program: Program, forward: Sequence[Node], replicable: set[Node], 
     state = {node: what.name for what, node in program.input_nodes() if isinstance(what, role.Param | role.Buffer)}
     crossing = crossing_bytes(forward, replicable)
     needed = _ranges([_homes(node, replicable, state, homes) for node in forward], stages)
-    cuts: list[int] = []
+    inside, cuts = inside_chunks(forward), list[int]()
     for stage in range(1, stages):
         first = max([cuts[-1] if cuts else 0, *(i + 1 for i, (low, high) in enumerate(needed) if high < stage)])
         last = min((i for i, (low, high) in enumerate(needed) if low >= stage), default=len(forward) - 1)
-        if first > last:
+        possible = [i for i in range(first, last + 1) if i not in inside]
+        if not possible:
             raise PartitionError(
                 "this kind of microbatch uses the model's parameters in another order than the first one did, "
                 f"so no cut leaves them on their stages: none lies between stages {stage - 1} and {stage}",
                 do="name the cuts (Plan(split=...)), or compile an example first that runs the whole model",
             )
-        cuts.append(min(range(first, last + 1), key=lambda i: (crossing[i], depth(forward, i), -i)))
+        cuts.append(min(possible, key=lambda i: (crossing[i], depth(forward, i), -i)))
     return cuts
 
 

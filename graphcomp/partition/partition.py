@@ -17,6 +17,7 @@ from graphcomp.ir.program import Program
 from graphcomp.ir.randomness import draws
 from graphcomp.ir.signature import Role
 from graphcomp.partition.balance import balanced_cuts
+from graphcomp.partition.chunks import check_chunks
 from graphcomp.partition.cuts import named_cuts, owned_forward
 from graphcomp.partition.extract import extract
 from graphcomp.partition.homes import Homes, homes_of, kept_cuts, require_homes
@@ -59,6 +60,7 @@ def partition(
     else:
         cuts = balanced_cuts(program, forward, replicable, stages)
     slots = place(program, cuts, forward, replicable)
+    check_chunks(forward, cuts, slots)
     recompute_regions(program, slots, replicable)
     cut = _Cutter(joint, len(cuts) + 1, replicable, slots, outputs).cut()
     if homes:
