@@ -41,8 +41,8 @@ def _scatter(graph: Graph, gradient: Node, add: Node) -> bool:
     places = meta.tensor(indices)
     if target is None or own is None or values is None or places is None or target.shape != own.shape:
         return False
-    if torch.promote_types(target.dtype, own.dtype) is not target.dtype:
-        return False
+    if torch.promote_types(target.dtype, own.dtype) is not target.dtype or target.dtype.itemsize < 4:
+        return False  # half precision would round at every row: a frequent token's sum would stop growing
     with graph.inserting_before(add):
         if places.dtype is not torch.int64:
             indices = graph.call_function(_aten.to.dtype, (indices, torch.int64))

@@ -100,6 +100,26 @@ def test_what_is_left_as_it_is(options: dict[str, Any], dtype: torch.dtype | Non
     assert scatter_embeddings(program.copy().graph) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_in_half_precision_are_left_to_the_compiler(dtype: torch.dtype) -> None:
+    """It adds up a token's rows in single precision, and rounds once."""
+    program = program_of(Table().to(dtype), torch.zeros(2, 3, dtype=torch.int64))
+    assert scatter_embeddings(program.copy().graph) == 0
+
+
+@pytest.mark.inductor
+def test_a_frequent_token_keeps_its_gradient_in_half_precision() -> None:
+    model, tokens = Table().to(torch.bfloat16), torch.zeros(8, 512, dtype=torch.int64)
+    program = program_of(model, tokens)
+    box = inputs_of(program, model, tokens)
+    place = next(place for place, what in enumerate(program.inputs) if isinstance(what, role.Accumulator))
+    total = box[place].zero_()
+    backend.get("inductor").compile(program).call(box)
+    weight = model.table.weight.detach()[0].double()
+    expected = 2 * tokens.numel() * weight.sin() * weight.cos()
+    torch.testing.assert_close(total[0].double(), expected, rtol=0.02, atol=0)
+
+
 @pytest.mark.inductor
 def test_compiled_it_needs_no_table_of_zeros() -> None:
     """Beside the sum itself, what is allocated does not grow with the vocabulary."""
