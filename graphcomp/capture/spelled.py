@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
+import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -72,16 +74,19 @@ def _spell(value: Any, depth: int) -> str:
             return f"module {value.__name__}"
         case torch.Tensor():
             return f"tensor {value.dtype} {tuple(value.shape)}"
-        case float() | int() | str() | bytes() | complex() | None | torch.dtype() | torch.device() | torch.layout():
+        case float() | int() | str() | complex() | None | torch.dtype() | torch.device() | torch.layout():
             return repr(value)
+        case bytes():
+            return repr(value) if len(value) <= 80 else f"bytes {hashlib.sha256(value).hexdigest()[:16]}"
     return _compound(value, depth)
 
 
 def _compound(value: Any, depth: int) -> str:
     kind = "" if type(value) in (dict, set, frozenset, list, tuple) else _name(type(value))
-    if depth <= 0:
+    fixed = isinstance(value, tuple | frozenset)  # which cannot hold themselves, and so count as no level
+    if depth <= 0 and not fixed:
         return f"a {_name(type(value))}"
-    inside = depth - 1
+    inside = depth if fixed else depth - 1
     if isinstance(value, dict):
         return f"{kind}{{{_joined(f'{_spell(k, inside)}: {_spell(v, inside)}' for k, v in _some(value.items()))}}}"
     if isinstance(value, set | frozenset):
@@ -93,9 +98,24 @@ def _compound(value: Any, depth: int) -> str:
     if isinstance(value, nn.Module):  # one of the model's, of which all is a fact of its own; or code, by its class
         return f"a {kind}"
     attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
+    if isinstance(attributes, dict) and not isinstance(value, functools.partial):
         return f"{kind}({_joined(f'{k}={_spell(v, inside)}' for k, v in _some(sorted(attributes.items())))})"
-    return f"a {kind}"
+    parts = _parts(value)
+    return f"a {kind}" if parts is None else f"{kind} made by {_spell(parts, inside)}"
+
+
+def _parts(value: Any) -> tuple[Any, ...] | None:
+    """What an object without attributes, such as a number of NumPy, is made anew of; None where nobody can tell.
+
+    Objects of torch that are not spelled by now hold what may differ in every process: a generator its state.
+    """
+    if type(value).__module__.partition(".")[0] == "torch":
+        return None
+    try:
+        made = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    except Exception:  # whatever its class raises where it cannot be pickled
+        return None
+    return made[:3] if isinstance(made, tuple) else (made,)
 
 
 def _some(items: Iterable[Any]) -> list[Any]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import threading
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -15,6 +18,7 @@ from graphcomp.capture.spelled import difference, spelled
 from graphcomp.capture.values import Watched, freeze
 
 SUBJECT = ("attribute", "", "x")
+add_one, add_two = (functools.partial(torch.add, alpha=alpha) for alpha in (1, 2))
 
 
 def text(value: Any) -> str:
@@ -49,12 +53,26 @@ def test_code_counts_by_what_it_does_not_by_where_it_stands() -> None:
         (SimpleNamespace(a=SimpleNamespace(b=1)), SimpleNamespace(a=SimpleNamespace(b=2))),
         (functools.partial(torch.add, alpha=1), functools.partial(torch.add, alpha=2)),
         (nn.ReLU, nn.GELU),
+        (numpy.float32(0.5), numpy.float32(0.25)),
+        ([numpy.int64(1)], [numpy.int64(2)]),
+        (Fraction(1, 2), Fraction(1, 3)),
+        (range(3), range(4)),
+        (b"a" * 100, b"a" * 99 + b"b"),
+        (SimpleNamespace(a=SimpleNamespace(f=add_one)), SimpleNamespace(a=SimpleNamespace(f=add_two))),
         (torch.zeros(2), None),
     ],
 )
 def test_what_differs_reads_differently(one: Any, two: Any) -> None:
     assert text(one) == text(one) != text(two)
     assert " at 0x" not in text(one) + text(two)
+
+
+@pytest.mark.parametrize("make", [torch.Generator, threading.Lock, object])
+def test_what_nobody_can_tell_apart_counts_by_its_class(make: Any) -> None:
+    one, two = make(), make()
+    if isinstance(two, torch.Generator):
+        two.manual_seed(3)
+    assert text(one) == text(two)
 
 
 def test_a_loop_of_objects_ends() -> None:
