@@ -4,34 +4,28 @@
     torchrun --nproc-per-node 2 examples/05_trainer.py                       two stages
     torchrun --nproc-per-node 4 examples/05_trainer.py --data-ranks 2        two pipelines of two stages
 
-Only `place` and the log know where it runs. Stop it and start it again, at another layout if you like: it goes on from
-its last checkpoint. Programs are saved beside it, so that a later start at the same layout compiles nothing.
+Nothing here asks where it runs; `place.py` does. Stop it and start it again, at another layout if you like: it goes on
+from its last checkpoint. Programs are saved beside it, so that a later start at the same layout compiles nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import time
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from byte_gpt import GPT
+from place import Place, place
 from stdlib_text import documents, groups, pad
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils._pytree import register_dataclass
 
 import graphcomp as gc
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -54,54 +48,12 @@ class Config:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where it runs. part: which of `parts` equal parts of a step's microbatches is this rank's."""
-
-    plan: gc.Plan
-    device: torch.device
-    part: int = 0
-    parts: int = 1
-    first: bool = True
-
-    def share(self, items: list[Item]) -> list[Item]:
-        return items[self.part * len(items) // self.parts : (self.part + 1) * len(items) // self.parts]
-
-    def log(self, folder: Path, **numbers: object) -> None:
-        """Shown and kept, by one rank."""
-        if self.first:
-            print("  ".join(f"{name} {value}" for name, value in numbers.items()), flush=True)
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / "log.jsonl").open("a") as file:
-                file.write(json.dumps(numbers) + "\n")
-
-
-def place(config: Config) -> Place:
-    if "RANK" not in os.environ:
-        return Place(gc.Plan(backend=config.backend, quiet=True), torch.device("cpu"))
-    gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
-    shape = (dist.get_world_size() // config.data_ranks, config.data_ranks)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp"))
-    plan = gc.Plan(mesh=mesh, parameters=config.parameters, backend=config.backend, quiet=True)
-    return Place(plan, device, mesh.get_local_rank("dp"), config.data_ranks, dist.get_rank() == 0)
-
-
-@dataclass
-class Batch:
-    tokens: Tensor
-    labels: Tensor
-
-
 @dataclass
 class Output:
     loss: gc.TokenLoss
 
 
-register_dataclass(Batch), register_dataclass(Output)
+register_dataclass(Output)
 
 
 class Model(nn.Module):
@@ -112,12 +64,12 @@ class Model(nn.Module):
         self.device = device
         self.gpt = GPT(config.width, 4, config.blocks, config.longest)
 
-    def prepare_batch(self, microbatches: list[list[bytes]]) -> list[Batch]:
+    def prepare_batch(self, microbatches: list[list[bytes]]) -> list[dict[str, Tensor]]:
         """Each padded to its own longest document."""
-        return [Batch(**pad(texts, self.device)) for texts in microbatches]
+        return [pad(texts, self.device) for texts in microbatches]
 
-    def forward(self, batch: Batch) -> Output:
-        return Output(gc.token_loss(self.gpt(batch.tokens), batch.labels))
+    def forward(self, batch: dict[str, Tensor]) -> Output:
+        return Output(gc.token_loss(self.gpt(batch["tokens"]), batch["labels"]))
 
 
 class Trainer:
@@ -132,7 +84,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), config.rate)
         self.rates = OneCycleLR(self.optimizer, config.rate, total_steps=config.steps)
 
-    def compiled(self) -> gc.CompiledModel[list[list[bytes]], list[Batch]]:
+    def compiled(self) -> gc.CompiledModel[list[list[bytes]], list[dict[str, Tensor]]]:
         """Built without memory; with the programs of an earlier start, if they are of this model and this layout."""
         with torch.device("meta"):
             model = Model(self.config, self.where.device)
@@ -184,7 +136,7 @@ class Trainer:
         return self.model.step.stats.steps
 
     def log(self, **numbers: object) -> None:
-        self.where.log(self.folder, **numbers)
+        self.where.log(self.folder / "log.jsonl", **numbers)
 
 
 def main() -> int:
@@ -192,9 +144,8 @@ def main() -> int:
     for field in fields(Config):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
     config = Config(**vars(parser.parse_args()))
-    Trainer(config, place(config)).run()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    with place(config.data_ranks, parameters=config.parameters, backend=config.backend, quiet=True) as where:
+        Trainer(config, where).run()
     return 0
 
 

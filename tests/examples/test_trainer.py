@@ -218,7 +218,7 @@ def test_the_same_data_at_every_layout() -> None:
         patch.syspath_prepend(str(EXAMPLES))
         trainer = SimpleNamespace(**runpy.run_path(str(EXAMPLES / NAME)))
     config = trainer.Config(documents=100, longest=80)
-    places = [trainer.Place(gc.Plan(), torch.device("cpu"), part, 2) for part in range(2)]
+    places = [trainer.Place(gc.Plan(), torch.device("cpu"), data_rank, 2) for data_rank in range(2)]
     texts = trainer.documents(config.documents, config.longest)
     for step in itertools.islice(trainer.groups(texts, config.microbatches, config.rows, config.seed), 3):
         shares = [place.share(step) for place in places]
@@ -231,7 +231,11 @@ def test_it_goes_on_at_another_layout(unbroken: Callable[[str], Unbroken], tmp_p
     whole = unbroken("pp2")
     source = whole.programs.parent
     shutil.copytree(source / f"step_{SAVED:06d}", tmp_path / f"step_{SAVED:06d}")
+    unfinished = tmp_path / f"step_{STEPS:06d}.saving"  # as it is left where a run was killed while it saved
+    unfinished.mkdir()
+    (unfinished / "graphcomp.pt").write_bytes(b"")
     run("one process", tmp_path)
+    assert not unfinished.exists()
     assert [line["step"] for line in logged(tmp_path) if "loss" in line] == list(range(SAVED + 1, STEPS + 1))
     assert curve(tmp_path) == pytest.approx(
         {key: value for key, value in whole.curve.items() if key[1] > SAVED}, abs=1e-5, rel=1e-5
