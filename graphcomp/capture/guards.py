@@ -225,8 +225,10 @@ def _take_hooks(
     found: _Snapshot, watched: Watched, facts: dict[Subject, Hashable], owner: str, name: str, tensor: torch.Tensor
 ) -> None:
     hooks = internals.hooks_of(tensor)
+    for table in (hooks, internals.accumulate_hooks_of(tensor)):
+        if table is not None:  # empty, where hooks were removed: another one comes into the same table
+            found.watch(table)
     if hooks:
-        found.watch(hooks)
         facts["hooks", owner, f"gradient hooks of '{name}'"] = tuple(freeze(hook, watched) for hook in hooks.values())
 
 

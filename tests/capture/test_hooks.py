@@ -213,6 +213,20 @@ def test_hooks_that_come_and_change_are_followed() -> None:
     assert torch.equal(gradient(), plain)
 
 
+def test_a_hook_in_the_place_of_one_that_was_removed_is_noticed() -> None:
+    model = nn.Linear(3, 1)
+    model.weight.register_hook(lambda gradient: gradient * 7).remove()
+    model.bias.register_post_accumulate_grad_hook(lambda parameter: None).remove()
+    step = compile_train_step(model, lambda output, x: output.sum(), plan=eager_plan())
+    step([torch.ones(1, 3)])
+    model.weight.register_hook(lambda gradient: gradient * 3)
+    step([torch.ones(1, 3)])
+    assert model.weight.grad.tolist() == [[4.0, 4.0, 4.0]]
+    model.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(StateError, match="each time a gradient was added"):
+        step([torch.ones(1, 3)])
+
+
 def test_a_model_with_hooks_is_left_as_it_was() -> None:
     model = Chain()
     for register in (*REGISTER[:5], *REGISTER[6:8]):
