@@ -89,6 +89,23 @@ def test_a_step_can_be_skipped_and_costs_one_read() -> None:
     assert model.layers[0].weight.grad.isnan().all()
 
 
+class Phase(nn.Module):
+    """A complex parameter, whose gradient is not finite where x is 0, though the loss is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.turn.real.sqrt()
+
+
+def test_complex_gradients_are_looked_at() -> None:
+    step = gc.compile_train_step(Phase(), loss_fn, plan=gc.Plan(backend="eager", quiet=True, check_finite=True))
+    with pytest.raises(NonFiniteError, match="nan or infinity in 'grad turn'"):
+        step([batch(goal=1.0)])
+
+
 def test_the_option_is_a_flag() -> None:
     with pytest.raises(PlanError, match="unknown check_finite: 'loss'"):
         gc.Plan(check_finite="loss")

@@ -84,8 +84,12 @@ class FiniteWatch:
         return min((Place(*key[:3], data_rank, key[3]) for key in bad), default=None)
 
     def _see(self, found: Sequence[tuple[tuple[float, int, int, str], Any]]) -> None:
-        kept = [(k, v) for k, v in found if isinstance(v, torch.Tensor) and v.is_floating_point() and v.numel()]
+        kept = [(k, v) for k, v in found if isinstance(v, torch.Tensor) and _can_fail(v) and v.numel()]
         self._seen += zip([key for key, _ in kept], largest_of_each([value for _, value in kept]), strict=True)
+
+
+def _can_fail(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
 
 
 def _key(what: Role, run: Run) -> tuple[float, int, int, str]:
