@@ -15,8 +15,12 @@ from graphcomp.runtime.state.slots import slots_of
 if TYPE_CHECKING:
     from graphcomp.step import CompiledStep
 
-EXTRA_STATE = "_extra_state"
-"""How `nn.Module.state_dict` ends the name of what `get_extra_state` returned."""
+_EXTRA_STATE = "_extra_state"
+"""What `nn.Module.state_dict` calls what `get_extra_state` returned, behind the module's name."""
+
+
+def is_extra_state(key: str) -> bool:
+    return key.rpartition(".")[2] == _EXTRA_STATE
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +49,8 @@ class Entries:
 
     @property
     def keys(self) -> set[str]:
-        return {key for one in self.tensors for key in one.keys} | set(self.extra_state)
+        """Of the tensors."""
+        return {key for one in self.tensors for key in one.keys}
 
 
 def entries(step: CompiledStep) -> Entries:
@@ -58,7 +63,7 @@ def entries(step: CompiledStep) -> Entries:
     for key, value in step.model.state_dict(keep_vars=True).items():
         if id(value) in known:
             keys.setdefault(id(value), []).append(key)
-        elif key.endswith(EXTRA_STATE):
+        elif is_extra_state(key):
             extra_state[key] = value
         else:
             raise CheckpointError(
@@ -72,7 +77,7 @@ def entries(step: CompiledStep) -> Entries:
 
 def set_extra_state(model: nn.Module, values: Mapping[str, Any]) -> None:
     for key, value in values.items():
-        model.get_submodule(key.removesuffix(EXTRA_STATE).removesuffix(".")).set_extra_state(value)
+        model.get_submodule(key.rpartition(".")[0]).set_extra_state(value)
 
 
 def owned_state(step: CompiledStep) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ Rename = Callable[[str], str] | None
 
 @dataclass(frozen=True)
 class Source:
-    """Tensors by name. read(name, rows): all of one, or these of its rows."""
+    """Tensors by name. read(name, rows): all of one, or these of its rows. extra_state: what modules keep besides."""
 
     shapes: Mapping[str, tuple[int, ...]]
     read: Read
+    extra_state: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Weights:

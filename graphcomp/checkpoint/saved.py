@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from graphcomp.checkpoint.entries import Entries, entries, set_extra_state
+from graphcomp.checkpoint.entries import entries, set_extra_state
 from graphcomp.checkpoint.optimizers import groups_to_load, load_optimizer, optimizer_state, tensors_to_load
 from graphcomp.checkpoint.weights import match
 from graphcomp.checkpoint.writing import PLAIN, Contents, World, alone, as_bytes, begin, find, from_bytes, write
@@ -164,10 +164,7 @@ def _look(step: CompiledStep, given: Path, optimizer: Optimizer | None, init: In
     tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
     shapes = {k.removeprefix(MODEL): tuple(v.size) for k, v in tensors.items() if k.startswith(MODEL)}
     held = entries(step)
-    missing_state = set(held.extra_state) ^ set(plain["extra_state"])
-    if missing_state:
-        raise CheckpointError("the extra state of modules differs", got=", ".join(sorted(missing_state)))
-    read = match(Entries(held.tensors, {}), shapes, strict=True, every=True).read
+    read = match(held, shapes, plain["extra_state"], strict=True, every=True).read
     groups: list[dict[str, Any]] = []
     if optimizer is not None:
         if plain["optimizer"] is None:

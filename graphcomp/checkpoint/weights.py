@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from graphcomp.checkpoint.entries import EXTRA_STATE, Entries, Entry, entries, set_extra_state
+from graphcomp.checkpoint.entries import Entries, Entry, entries, is_extra_state, set_extra_state
 from graphcomp.checkpoint.files import Source, open_weights
 from graphcomp.compat.sharded import local_rows
 from graphcomp.compat.tensor_parallel import is_part, placed
@@ -72,7 +72,8 @@ def load_state_dict(step: CompiledStep, state: Mapping[str, Any], strict: bool) 
             return local_rows(value)
         return value.detach() if rows is None else value.detach()[rows]
 
-    tensors = {key: value for key, value in state.items() if not key.endswith(EXTRA_STATE)}
+    tensors = {key: value for key, value in state.items() if not is_extra_state(key)}
+    extra_state = {key: value for key, value in state.items() if is_extra_state(key)}
     wrong = [key for key, value in tensors.items() if not isinstance(value, torch.Tensor)]
 
     def look() -> Source:
@@ -83,11 +84,9 @@ def load_state_dict(step: CompiledStep, state: Mapping[str, Any], strict: bool) 
             split = isinstance(one.tensor, DTensor) or (is_on_meta(one.tensor) and holding.rows(one.name, one.tensor))
             for key in one.keys:
                 _check_placement(key, state.get(key), holding.mesh if split else None)
-        return Source({key: tuple(value.shape) for key, value in tensors.items()}, read)
+        return Source({key: tuple(value.shape) for key, value in tensors.items()}, read, extra_state)
 
-    found = fill(step, look, None, strict, every=False)
-    set_extra_state(step.model, {key: value for key, value in state.items() if key not in tensors})
-    return found
+    return fill(step, look, None, strict, every=False)
 
 
 def fill(
@@ -98,7 +97,7 @@ def fill(
     def prepare() -> tuple[Source, Match, Callable[[], None]]:
         _check_whole(entries(step))
         source = look()
-        found = match(entries(step), source.shapes, strict, every)
+        found = match(entries(step), source.shapes, source.extra_state, strict, every)
         return source, found, step.engine.preparation.memory([one.name for one, _ in found.read], init)
 
     source, found, give_memory = step.engine.together.look("load weights", prepare)
@@ -113,6 +112,8 @@ def fill(
                     else None
                 )
                 local_rows(one.tensor).copy_(source.read(key, rows))
+        known = entries(step).extra_state
+        set_extra_state(step.model, {key: value for key, value in source.extra_state.items() if key in known})
         step.engine.state.refresh()
 
     step.together("loading weights", work)
@@ -136,7 +137,9 @@ def _placed(step: CompiledStep, read: Iterable[tuple[Entry, str]]) -> list[tuple
     return [(now[one.name], key) for one, key in read]
 
 
-def match(held: Entries, shapes: Mapping[str, tuple[int, ...]], strict: bool, every: bool) -> Match:
+def match(
+    held: Entries, shapes: Mapping[str, tuple[int, ...]], extra_state: Collection[str], strict: bool, every: bool
+) -> Match:
     """Raises CheckpointError, with all of their names, for what does not fit."""
     read: list[tuple[Entry, str]] = []
     left: list[Entry] = []
@@ -154,7 +157,8 @@ def match(held: Entries, shapes: Mapping[str, tuple[int, ...]], strict: bool, ev
         wrong += [f"'{key}' {shapes[key]} in the place of {shape}" for key in present if shapes[key] != shape]
         if one.owned:
             read.append((one, present[-1]))
-    unexpected = sorted(set(shapes) - held.keys)
+    missing += sorted(set(held.extra_state).difference(extra_state))
+    unexpected = sorted(set(shapes) - held.keys) + sorted(set(extra_state).difference(held.extra_state))
     if wrong:
         raise CheckpointError(
             f"{_number(wrong, 'tensor')} of other shapes than the model's", got=_some(wrong), do="build the model alike"

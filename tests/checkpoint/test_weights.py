@@ -270,6 +270,24 @@ def test_extra_state_of_modules_comes_along(tmp_path: Path) -> None:
     assert other.model.seen == 9
 
 
+def test_extra_state_that_is_missing_or_foreign(tmp_path: Path) -> None:
+    step = gc.compile_train_step(Counts(), lambda out, _: gc.mean_loss(out), plan=gc.Plan(backend="eager", quiet=True))
+    whole = step.state_dict()
+    tensors = {key: value + 1 for key, value in whole.items() if key != "_extra_state"}
+    before = step.model.linear.weight.clone()
+    with pytest.raises(CheckpointError, match="1 name is missing"):
+        step.load_state_dict(tensors)
+    with pytest.raises(CheckpointError, match="1 name is not the model's"):
+        step.load_state_dict({**whole, "head._extra_state": {"seen": 3}})
+    torch.save(whole | {"_extra_state": torch.ones(1)}, tmp_path / "weights.pt")
+    with pytest.raises(CheckpointError, match="1 name is missing; 1 name is not the model's"):
+        gc.checkpoint.load_weights(step, tmp_path / "weights.pt")
+    assert torch.equal(step.model.linear.weight, before)
+    found = step.load_state_dict({**tensors, "head._extra_state": {"seen": 3}}, strict=False)
+    assert found == (["_extra_state"], ["head._extra_state"])
+    assert torch.equal(step.model.linear.weight, before + 1) and step.model.seen == 0
+
+
 # ---- materialize
 
 
