@@ -37,6 +37,7 @@ class Config:
     longest: int = 128  # bytes of a document
     width: int = 64
     blocks: int = 3
+    dropout: float = 0.0
     rate: float = 3e-3
     log_every: int = 5
     evaluate_every: int = 20
@@ -62,7 +63,7 @@ class Model(nn.Module):
     def __init__(self, config: Config, device: torch.device) -> None:
         super().__init__()
         self.device = device
-        self.gpt = GPT(config.width, 4, config.blocks, config.longest)
+        self.gpt = GPT(config.width, 4, config.blocks, config.longest, config.dropout)
 
     def prepare_batch(self, microbatches: list[list[bytes]]) -> list[dict[str, Tensor]]:
         """Each padded to its own longest document."""
@@ -79,6 +80,7 @@ class Trainer:
         cut = len(texts) // 10
         self.data = groups(texts[cut:], *size)  # the same at every layout
         self.held_out = list(islice(groups(texts[:cut], *size), 2))  # in two calls
+        torch.manual_seed(config.seed)  # of dropout
         self.model = self.compiled()
         self.model.step.compile(self.model.prepare_batch(self.held_out[0])[0])  # then it is known who owns what
         self.optimizer = torch.optim.AdamW(self.model.parameters(), config.rate)

@@ -37,6 +37,7 @@ pytestmark = [
 NAME = "05_trainer.py"
 LAYOUTS = {"one process": (1, 1), "dp2": (2, 2), "pp2": (2, 1), "pp4": (4, 1), "pp2 x dp2": (4, 2)}
 """Processes, and data ranks among them."""
+DROPOUT = "pp2 with dropout"  # its masks are not those that one process draws
 STEPS, SAVED, KILLED = 7, 4, 5
 SMALL = (
     *("--steps", str(STEPS), "--microbatches", "4", "--rows", "2", "--documents", "100", "--longest", "80"),
@@ -104,8 +105,16 @@ def watched(kill: bool) -> Iterator[Callable[[], dict[str, Any]]]:
 
 
 def run(layout: str, folder: Path, kill: bool = False) -> list[dict[str, Any]]:
-    processes, data_ranks = LAYOUTS[layout]
-    options = (*SMALL, "--folder", str(folder), "--data-ranks", str(data_ranks))
+    processes, data_ranks = LAYOUTS[layout.removesuffix(" with dropout")]
+    options = (
+        *SMALL,
+        "--dropout",
+        "0.1" if layout == DROPOUT else "0.0",
+        "--folder",
+        str(folder),
+        "--data-ranks",
+        str(data_ranks),
+    )
     return run_script(NAME, processes, *options, watching=functools.partial(watched, kill))
 
 
@@ -152,7 +161,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Unbrok
     return at
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, DROPOUT])
 def test_killed_and_resumed_it_equals_the_unbroken_run(
     layout: str, unbroken: Callable[[str], Unbroken], tmp_path: Path
 ) -> None:
@@ -174,6 +183,9 @@ def test_killed_and_resumed_it_equals_the_unbroken_run(
         state = 3 * sum(rank["mine"].values()) + 4 * len(rank["mine"])
         assert rank["loaded"] <= state + 2 * max(rank["sizes"].values()) + streams
         assert rank["real"] == rank["mine"].keys()
+    if layout == DROPOUT:  # the streams are part of what is gone on with
+        assert not torch.equal(after["random.0.cpu"], unbroken("pp2").saved["random.0.cpu"])
+        assert whole.curve["loss", 1] != unbroken("pp2").curve["loss", 1]
 
 
 def determined(name: str, tensor: Tensor) -> Sequence[Tensor]:
