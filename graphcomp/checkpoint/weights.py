@@ -32,10 +32,9 @@ class Differences(NamedTuple):
 
 @dataclass(frozen=True)
 class Match:
-    """What is read, each with its name in the source; and what of this rank has to get its values elsewhere."""
+    """What this rank reads, each with its name in the source."""
 
     read: tuple[tuple[Entry, str], ...]
-    left: tuple[Entry, ...]
     differences: Differences
 
 
@@ -142,7 +141,6 @@ def match(
 ) -> Match:
     """Raises CheckpointError, with all of their names, for what does not fit."""
     read: list[tuple[Entry, str]] = []
-    left: list[Entry] = []
     missing: list[str] = []
     wrong: list[str] = []
     for one in held.tensors:
@@ -151,7 +149,6 @@ def match(
             continue
         if not present:
             missing += one.keys[:1]
-            left += [one] if one.owned else []
             continue
         shape = tuple(one.tensor.shape)
         wrong += [f"'{key}' {shapes[key]} in the place of {shape}" for key in present if shapes[key] != shape]
@@ -171,7 +168,7 @@ def match(
             got=_some(unexpected) + " besides" if unexpected else None,
             do="rename=..., if the file has other names; strict=False to load what fits",
         )
-    return Match(tuple(read), tuple(left), Differences(missing, unexpected))
+    return Match(tuple(read), Differences(missing, unexpected))
 
 
 def _check_placement(key: str, value: object, mesh: DeviceMesh | None) -> None:

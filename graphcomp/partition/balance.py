@@ -52,7 +52,7 @@ def balanced_cuts(program: Program, forward: Sequence[Node], replicable: set[Nod
         return []
     done = list(accumulate(_work(program, forward), initial=0))
     weights = list(accumulate(weighty, initial=0))
-    crossing = crossing_bytes(forward, replicable)
+    crossing = crossing_bytes(forward)
     ends = [0, *_candidates(forward, done, crossing, weights, stages), len(forward)]
     points = [_Point(done[i], weights[i], crossing[i], depth(forward, i)) for i in ends]
     (least,), _ = _search(points, stages, math.inf, (0,), _largest)
@@ -97,7 +97,7 @@ def _time(node: Node) -> int:
     return max(found, LEAST_WORK) if found else 0
 
 
-def crossing_bytes(forward: Sequence[Node], replicable: set[Node]) -> list[int]:
+def crossing_bytes(forward: Sequence[Node]) -> list[int]:
     """For each position, the bytes of the values made before it and used at or after it."""
     place = {node: i for i, node in enumerate(forward)}
     change = [0] * (len(forward) + 2)

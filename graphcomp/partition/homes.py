@@ -37,7 +37,7 @@ def kept_cuts(program: Program, forward: Sequence[Node], replicable: set[Node], 
     Raises PartitionError if the code uses its state in another order than the first cut had it.
     """
     state = {node: what.name for what, node in program.input_nodes() if isinstance(what, role.Param | role.Buffer)}
-    crossing = crossing_bytes(forward, replicable)
+    crossing = crossing_bytes(forward)
     needed = _ranges([_homes(node, replicable, state, homes) for node in forward], stages)
     inside, cuts = inside_chunks(forward), list[int]()
     for stage in range(1, stages):

@@ -94,7 +94,7 @@ class _Cutter:
         stages = tuple(self._stage(index, routes) for index in range(self.stages))
         return Partitioned(
             joint=self.joint,
-            prologue=build_prologue(self.joint, self.replicable),
+            prologue=build_prologue(self.joint),
             stages=stages,
             forward_boundaries={s: self._boundary(s, s + 1, nodes) for s, nodes in sorted(routes.down.items())},
             backward_boundaries={s: self._boundary(s, s - 1, nodes) for s, nodes in sorted(routes.up.items())},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch.fx import Node
-
 from graphcomp.capture.joint import Joint
 from graphcomp.errors import LossError
 from graphcomp.ir import meta
@@ -15,7 +13,7 @@ from graphcomp.partition.traits import is_impure
 _ALLOWED = (role.BatchLeaf, role.Size, role.Constant, role.Captured)
 
 
-def build_prologue(joint: Joint, replicable: set[Node]) -> Program | None:
+def build_prologue(joint: Joint) -> Program | None:
     """A program of the `Tokens` outputs alone; None if no loss counts tokens.
 
     Raises LossError if a count depends on anything but the batch: the whole step is divided by it before any
