@@ -191,7 +191,8 @@ def _row(kind: str, name: str, expected: torch.Tensor | None, found: torch.Tenso
         return Row(kind, name, float("inf"), float("inf"))
     scale = float(expected.abs().max()) if expected.numel() else 0.0
     part = local_rows(rows_like(found, expected)) if isinstance(found, DTensor) else expected
-    own, theirs = local_rows(found.detach()).double(), part.detach().double()
+    wide = torch.promote_types(expected.dtype, torch.float64)
+    own, theirs = local_rows(found.detach()).to(wide), part.detach().to(wide)
     if own.numel() == 0 or torch.equal(own, theirs):
         return Row(kind, name, 0.0, 0.0)
     absolute = float((theirs - own).abs().max())

@@ -113,6 +113,23 @@ def test_a_difference_is_named_with_its_node_module_and_line(stages: int) -> Non
     assert "\n  expected: a relative difference of at most 1e-05\n  got: " in text
 
 
+class Turning(nn.Module):
+    """Eager differs from the program in the imaginary part of a gradient alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        self.calls = itertools.count(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.turn.real + x * self.turn.imag * next(self.calls)
+
+
+def test_complex_gradients_are_compared_whole() -> None:
+    with pytest.raises(ParityError, match="gradient 'turn' differs"):
+        check_parity(Turning(), mean, [torch.randn(3, 4)], plan=eager())
+
+
 def test_the_tolerance_can_be_given_and_follows_the_dtype() -> None:
     case = ZOO["u_shape"]
     with pytest.raises(ParityError, match="a relative difference of at most -1e"):
