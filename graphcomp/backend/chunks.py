@@ -49,6 +49,7 @@ def in_turn(graph: Graph) -> None:
         with graph.inserting_before(product):
             turn = graph.call_function(torch.ops.graphcomp.after.default, (source, waited))
         meta.set_value(turn, meta.value(source))
+        meta.inherit(turn, product)
         product.replace_input_with(source, turn)
 
 
