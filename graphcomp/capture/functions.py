@@ -1,7 +1,8 @@
 """Where a training step enters the user's code: forwards, the loss function, and the methods that they call by name.
 
-Python cannot say which function `self.scale()` will be. So every name that a reached function uses is looked up in all
-classes that take part: a method found so is reached too, and a plain class attribute is watched.
+Python cannot say which function `self.scale()` will be, nor whose `rate` is read by `settings.rate`. So every name that
+a reached function uses is looked up in all classes, objects and Python modules that take part: a function found so is
+reached too, an object takes part itself, and a plain value is watched.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
 from graphcomp.capture.userfiles import is_user_file
-from graphcomp.capture.variables import Attributes, Variable, item, names_in, plain_function, variables
+from graphcomp.capture.values import DEPTH, LIMIT
+from graphcomp.capture.variables import WATCHED, Attributes, Variable, item, names_in, plain_function, variables
 from graphcomp.compat import modules as internals
 
 __all__ = ["entry_points", "hook_entries", "item", "plain_function", "variables"]
@@ -36,6 +38,10 @@ def entry_points(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterat
     walk = _Walk({id(module) for module in model.modules()})
     for kind in kinds:
         walk.add_class(kind)
+    for module in model.modules():
+        for key, value in vars(module).items():
+            if key not in internals.INTERNAL:
+                walk.add_held(value, key, whole=True)
     if loss_fn is not None:
         called = loss_fn if plain_function(loss_fn) else vars(type(loss_fn)).get("__call__")
         roots.append((called, getattr(loss_fn, "__name__", "loss_fn")))
@@ -64,11 +70,16 @@ def _owner(function: Any) -> Any:
 
 @dataclass
 class _Walk:
-    """Follows names. own: ids of the modules that are watched anyway; pending: functions still to be looked at."""
+    """Follows names. own: ids of the modules that are watched anyway; pending: functions still to be looked at.
+
+    objects: those whose attributes are looked up, Python modules among them, by their ids; whole: the ids of those that
+    are watched with all of their attributes by who holds them.
+    """
 
     own: set[int]
     classes: dict[type, None] = field(default_factory=dict)
-    objects: list[Any] = field(default_factory=list)
+    objects: dict[int, Any] = field(default_factory=dict)
+    whole: set[int] = field(default_factory=set)
     modules: list[Entry] = field(default_factory=list)
     names: dict[str, None] = field(default_factory=dict)
     pending: list[Entry] = field(default_factory=list)
@@ -89,8 +100,44 @@ class _Walk:
             self.add_class(value)
         elif value is not None:
             self.add_class(type(value))
-            if hasattr(value, "__dict__"):
-                self.objects.append(value)
+            self._add_attributes(value)
+
+    def add_held(self, value: Any, name: str, depth: int = 0, whole: bool = False) -> None:
+        """What a variable or an attribute of this name holds, if names may be looked up in it.
+
+        whole: all attributes of an object are watched anyway.
+        """
+        if type(value) in (list, tuple, dict):
+            if depth < DEPTH and len(value) <= LIMIT:
+                for held in value.values() if isinstance(value, dict) else value:
+                    self.add_held(held, name, depth + 1)
+        elif isinstance(value, nn.Module):
+            self.add_module(value, name)
+        elif isinstance(value, type):
+            self.add_class(value)
+        elif isinstance(value, ModuleType):
+            if _is_users(value.__name__):
+                self._add_attributes(value)
+        elif (function := plain_function(value)) is not None:
+            if is_user_file(function.__code__.co_filename):
+                self.pending.append((value, name))
+        elif _is_users(type(value).__module__, *_NAMESPACES):
+            if whole:
+                self.whole.add(id(value))
+            self.add_class(type(value))
+            self._add_attributes(value)
+
+    def _add_attributes(self, value: Any) -> None:
+        if id(value) not in self.objects and hasattr(value, "__dict__"):
+            self.objects[id(value)] = value
+            for name in self.names:
+                self._look_up(value, name)
+
+    def _look_up(self, value: Any, name: str) -> None:
+        """An attribute that an object itself holds."""
+        held = vars(value).get(name)
+        if held is not None:
+            self.add_held(held, f"{_name_of(value)}.{name}", whole=id(value) not in self.whole)
 
     def add_module(self, module: nn.Module, name: str) -> None:
         """All of a module that is no part of the model, such as a criterion or a teacher in a closure."""
@@ -120,10 +167,10 @@ class _Walk:
         for kind in self.classes:
             plain = [key for key in self.names if key in vars(kind) and not list(_methods(kind, key))]
             yield Attributes(tuple(_read(vars(kind), plain, kind.__name__, "class attribute"))), kind.__name__
-        for value in self.objects:
-            named = [key for key in self.names if key in vars(value)]
-            owner = type(value).__name__
-            yield Attributes(tuple(_read(vars(value), named, owner, "object attribute"))), owner
+        for value in self.objects.values():
+            named = [key for key in self.names if key in vars(value) or _hides(value, key)]
+            owner, kind = _name_of(value), WATCHED if id(value) in self.whole else "object attribute"
+            yield Attributes(tuple(_read(vars(value), named, owner, kind))), owner
         yield from self.modules
 
     def _look(self, function: Any, name: str, seen: set[int]) -> None:
@@ -135,8 +182,8 @@ class _Walk:
             except (ValueError, LookupError):  # a cell that is not filled yet
                 continue
             self._take_names(value)
-            if isinstance(value, nn.Module):
-                self.add_module(value, f"{variable.function}.{variable.name}")
+            if plain_function(value) is None:  # its own variables come with it
+                self.add_held(value, f"{variable.function}.{variable.name}", whole=variable.kind != "global")
 
     def _take_names(self, function: Any) -> None:
         plain = plain_function(function)
@@ -146,10 +193,30 @@ class _Walk:
             if name not in self.names:
                 self.names[name] = None
                 self.pending += [found for kind in self.classes for found in _methods(kind, name)]
-                for value in self.objects:
-                    held = vars(value).get(name)
-                    if isinstance(held, nn.Module):
-                        self.add_module(held, f"{type(value).__name__}.{name}")
+                for value in list(self.objects.values()):
+                    self._look_up(value, name)
+
+
+_NAMESPACES = ("types", "argparse")
+"""Modules of the standard library whose objects hold what users put into them."""
+
+
+def _is_users(module: str, *more: str) -> bool:
+    """Whether a Python module, by its name, is neither the interpreter's, nor torch's, nor this package's."""
+    if module in more:
+        return True
+    source = getattr(sys.modules.get(module), "__file__", None) or "typed in"
+    return module.partition(".")[0] not in sys.stdlib_module_names and is_user_file(source)
+
+
+def _name_of(value: Any) -> str:
+    return str(value.__name__) if isinstance(value, ModuleType) else type(value).__name__
+
+
+def _hides(value: Any, name: str) -> bool:
+    """Whether an attribute that the object does not have now would hide one of its class."""
+    found = next((vars(kind)[name] for kind in type(value).__mro__ if name in vars(kind)), None)
+    return not (found is None or name.startswith("__") or hasattr(found, "__get__"))
 
 
 def _methods(kind: type, name: str) -> Iterator[Entry]:

@@ -15,6 +15,7 @@ from graphcomp.capture.facts import Facts, Subject, TensorFacts, difference
 from graphcomp.capture.functions import entry_points, hook_entries, plain_function, variables
 from graphcomp.capture.state import Captured
 from graphcomp.capture.values import Watched, freeze
+from graphcomp.capture.variables import WATCHED, held_in
 from graphcomp.compat import modules as internals
 from graphcomp.compat import tensor_parallel
 from graphcomp.errors import GuardError
@@ -94,6 +95,12 @@ class _Snapshot:
         self.length += len(attributes)
         self.rows.append((itemgetter("training", "training", *names), attributes))
         self.objects += [module.training, module.training, *(attributes[name] for name in names)]
+
+    def watch_entries(self, table: Any, entries: Mapping[Any, Any]) -> None:
+        """Notice when some entries of a dict are replaced or gone; others do not matter."""
+        first = next(iter(entries))
+        self.rows.append((itemgetter(first, *entries), table))  # at least two, so that it yields a tuple
+        self.objects += [entries[first], *entries.values()]
 
     def holds(self, settings: tuple[Any, ...]) -> bool:
         """Whether nothing has been replaced since. Compares no values, so it cannot touch a device."""
@@ -254,6 +261,7 @@ def _take_functions(
     loss_fn: Callable[..., Any] | None,
 ) -> None:
     seen: set[int] = set()
+    tables: dict[int, tuple[Any, dict[Any, Any]]] = {}
     hooks = {id(plain_function(hook)) for hook, _ in hook_entries(model)}  # their code is a fact of the module's
     for function, name in entry_points(model, loss_fn):
         plain = plain_function(function)
@@ -262,12 +270,20 @@ def _take_functions(
             found.functions.append(plain)
             found.codes.append(plain.__code__)
         for variable in variables(function, name, seen):
+            if variable.kind == WATCHED:
+                continue
             value = _read(variable.read)
-            found.readers.append(variable.read)
-            found.read.append(value)
+            table, key = held_in(variable)
+            if table is not None and value is not _UNSET:
+                tables.setdefault(id(table), (table, {}))[1][key] = value
+            else:
+                found.readers.append(variable.read)
+                found.read.append(value)
             if value is not _UNSET:
                 plain_value = freeze(value, watched, objects=variable.kind != "global")
                 facts[variable.kind, variable.function, variable.name] = plain_value
+    for table, entries in tables.values():
+        found.watch_entries(table, entries)
     if loss_fn is not None and plain_function(loss_fn) is None:
         facts["attribute", "", "loss_fn"] = freeze(loss_fn, watched)
 

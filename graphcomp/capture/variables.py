@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +11,15 @@ from typing import Any
 
 from graphcomp.capture.userfiles import is_user_file
 
+WATCHED = "watched attribute"
+"""The kind of an attribute of an object that is watched with all of its attributes by who holds it."""
+
 
 @dataclass(frozen=True)
 class Variable:
     """A variable that a function reads; `read` raises ValueError or LookupError if it is unset.
 
-    kind: "closure variable", "default", "global", "class attribute" or "object attribute".
+    kind: "closure variable", "default", "global", "class attribute", "object attribute" or `WATCHED`.
     """
 
     kind: str
@@ -33,6 +37,13 @@ class Attributes:
 
 def item(container: Mapping[Any, Any] | Sequence[Any], key: Any) -> Callable[[], Any]:
     return functools.partial(container.__getitem__, key)
+
+
+def held_in(variable: Variable) -> tuple[Any, Any]:
+    """The dict that an `item` reads, and the key; otherwise None and None."""
+    read: Any = variable.read
+    table = getattr(getattr(read, "func", None), "__self__", None)
+    return (table, read.args[0]) if isinstance(table, Mapping) else (None, None)
 
 
 def contents(cell: CellType) -> Callable[[], Any]:
@@ -71,7 +82,8 @@ def variables(function: Any, name: str, seen: set[int]) -> Iterator[Variable]:
     if isinstance(function, Attributes):
         for attribute in function.variables:
             yield attribute
-            yield from variables(attribute.read(), attribute.name, seen)
+            with contextlib.suppress(LookupError):  # one that is not there now
+                yield from variables(attribute.read(), attribute.name, seen)
         return
     plain = plain_function(function)
     if plain is None or id(plain) in seen or not is_user_file(plain.__code__.co_filename):

@@ -1,8 +1,9 @@
-"""What user code reads by name is followed: methods, class attributes, inner functions, objects behind a loss."""
+"""What user code reads by name is followed: methods, class attributes, inner functions, objects, Python modules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,3 +134,68 @@ def test_a_criterion_and_a_teacher_in_a_closure() -> None:
     assert assert_followed(Scaled(), loss, lambda: criterion.weight[0].fill_(5.0)) == 1
     assert assert_followed(Scaled(), loss, lambda: teacher.weight.add_(1.0)) == 1
     assert assert_followed(Scaled(), loss, lambda: setattr(criterion, "label_smoothing", 0.5)) == 2
+
+
+class Settings:
+    """What a project keeps beside its models: a class that is read as it is, or its instance."""
+
+    rate = 2.0
+
+    def __init__(self) -> None:
+        self.own, self.tensor = 2.0, torch.tensor(2.0)
+        self.inner = SimpleNamespace(rate=2.0)
+        self.unread = 0
+
+
+SETTINGS = Settings()
+PYTHON_MODULE = ModuleType("settings_of_this_test")
+PYTHON_MODULE.rate = 2.0  # type: ignore[attr-defined]
+PYTHON_MODULE.twice = lambda: 2 * SCALE  # type: ignore[attr-defined]
+
+
+class Reads(Scaled):
+    """How the scale is read is given as a function of the module."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.read = read
+        self.settings, self.parts = Settings(), {"list": [Settings()]}
+
+    def scale(self) -> float:
+        return self.read(self)
+
+
+@pytest.mark.parametrize(
+    ("read", "change", "traces"),
+    [
+        (lambda model: Settings.rate, lambda model: (Settings, "rate"), 2),
+        (lambda model: SETTINGS.rate, lambda model: (SETTINGS, "rate"), 2),  # hides that of the class
+        (lambda model: SETTINGS.own, lambda model: (SETTINGS, "own"), 2),
+        (lambda model: SETTINGS.inner.rate, lambda model: (SETTINGS.inner, "rate"), 2),
+        (lambda model: SETTINGS.tensor, lambda model: (SETTINGS, "tensor"), 1),
+        (lambda model: PYTHON_MODULE.rate, lambda model: (PYTHON_MODULE, "rate"), 2),
+        (lambda model: PYTHON_MODULE.twice(), lambda model: (PYTHON_MODULE, "twice"), 2),
+        (lambda model: model.settings.own, lambda model: (model.settings, "own"), 2),
+        (lambda model: model.settings.inner.rate, lambda model: (model.settings.inner, "rate"), 2),
+        (lambda model: model.settings.tensor, lambda model: (model.settings, "tensor"), 1),
+        (lambda model: model.parts["list"][0].own, lambda model: (model.parts["list"][0], "own"), 2),
+    ],
+)
+def test_what_objects_and_python_modules_hold(
+    read: Callable[[Any], Any],
+    change: Callable[[Any], tuple[Any, str]],
+    traces: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Reads(read)
+    owner, name = change(model)
+    value: Any = {"tensor": torch.tensor(5.0), "twice": lambda: 5.0}.get(name, 5.0)
+    made = assert_followed(model, square, lambda: monkeypatch.setattr(owner, name, value))
+    assert made == traces
+
+
+def test_what_no_code_names_in_a_global_object_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = ModelGuard(Reads(lambda model: SETTINGS.own), square)
+    before = guard.key()
+    monkeypatch.setattr(SETTINGS, "unread", 1)
+    assert guard.key() == before
