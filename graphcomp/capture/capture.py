@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 LossFunction = Callable[[Any, Any], Any]
+_TRACING = threading.RLock()  # while a trace lasts, names of torch stand for something else, in all threads
 
 # A model may return a loss of ours in its output, and that output can be asked for.
 for _kind in (loss_rules.TokenLoss, loss_rules.MeanLoss, loss_rules.Metric):
@@ -117,7 +119,7 @@ def capture(
                     _differentiate(objective, inputs, labels, results)
         return results.values
 
-    with unchanged_model(model), explained(model, labels), mode:
+    with _TRACING, unchanged_model(model), explained(model, labels), mode:
         module = trace(function, (state.fakes, list(leaves.values())), is_user_file)
         require_functional(module.graph)
     roles = [*state.roles, *(role.BatchLeaf(path) for path in leaves)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -165,6 +166,31 @@ def test_the_users_code_runs_once() -> None:
 
     capture(Counted(), counted, batch())
     assert calls == ["forward", "loss"]
+
+
+def test_one_thread_traces_at_a_time() -> None:
+    """Names of torch stand for something else meanwhile; two threads would put them back in the wrong order."""
+    second = threading.Event()
+
+    class Waits(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            other.start()
+            assert not second.wait(0.3)
+            return super().forward(x)
+
+    class Tells(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            second.set()
+            return super().forward(x)
+
+    def traced(kind: type[nn.Linear]) -> None:
+        capture(kind(2, 2), lambda output, batch: mean_loss(output.sum()), (torch.ones(3, 2),))
+
+    before = torch.Tensor.register_hook
+    other = threading.Thread(target=traced, args=(Tells,))
+    traced(Waits)
+    other.join()
+    assert second.is_set() and torch.Tensor.register_hook is before
 
 
 def test_buffers_changed_in_forward_are_outputs() -> None:
