@@ -169,8 +169,8 @@ class _Walk:
             yield Attributes(tuple(_read(vars(kind), plain, kind.__name__, "class attribute"))), kind.__name__
         for value in self.objects.values():
             named = [key for key in self.names if key in vars(value) or _hides(value, key)]
-            owner, kind = _name_of(value), WATCHED if id(value) in self.whole else "object attribute"
-            yield Attributes(tuple(_read(vars(value), named, owner, kind))), owner
+            owner, watched = _name_of(value), WATCHED if id(value) in self.whole else "object attribute"
+            yield Attributes(tuple(_read(vars(value), named, owner, watched))), owner
         yield from self.modules
 
     def _look(self, function: Any, name: str, seen: set[int]) -> None:
