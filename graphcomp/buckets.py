@@ -89,6 +89,13 @@ class Buckets:
                 expected=f"a tensor with a dimension {pad.dim}",
                 got=got,
             )
+        rounds = field.is_floating_point() or field.is_complex()
+        if not rounds and torch.tensor(pad.value).to(field.dtype).item() != pad.value:
+            raise BatchError(
+                f"field '{name}' cannot hold the value that Plan(buckets=...) pads it with",
+                expected=f"a number that {field.dtype} has",
+                got=pad.value,
+            )
         return field.shape[pad.dim]
 
 

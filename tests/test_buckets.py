@@ -80,6 +80,7 @@ def test_the_longest_field_grows_to_the_bucket_and_the_others_by_as_much() -> No
         ((torch.ones(2, 3),), "names fields, and a microbatch has none"),
         ({"tokens": [1, 2]}, "field 'tokens' cannot be padded"),
         ({"tokens": torch.ones(3)}, "field 'tokens' cannot be padded"),
+        ({"labels": torch.ones(2, 3, dtype=torch.uint8)}, "field 'labels' cannot hold the value"),
     ],
 )
 def test_what_has_no_bucket_is_refused(given: Any, says: str) -> None:
