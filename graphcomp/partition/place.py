@@ -68,7 +68,7 @@ def _check_buffers(program: Program, slots: Mapping[Node, Slot]) -> None:
                 raise StateError(
                     f"buffer '{what.name}' is written on stage {writer} and read on stage {reader}, "
                     "where the next microbatch would find an old value",
-                    where=f"module '{meta.note(user).module}' {meta.note(user).source or ''}",
+                    where=meta.note(user).source or f"module '{meta.note(user).module}'",
                     do="cut the model so that one stage holds all uses of the buffer (Plan(split=...))",
                 )
 
