@@ -35,7 +35,7 @@ class CompiledTrainer(Trainer):
     ) -> Tensor:
         model.train()
         batch = {name: value.to(self.args.device) for name, value in inputs.items()}
-        tokens = None if num_items_in_batch is None else {"loss": num_items_in_batch}
+        tokens = None if num_items_in_batch is None else {"loss": torch.as_tensor(num_items_in_batch).long()}
         return self.compiled([batch], tokens=tokens).loss
 
 

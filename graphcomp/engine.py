@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,8 @@ class Options:
     loss_scale: float = 1.0
     tokens: tuple[str, ...] = ()
     """The losses whose denominators the caller gives."""
+    fractions: tuple[str, ...] = ()
+    """Those of them that are given as floats."""
     holds: bool = False
     """Gradients are handed to the caller, not written."""
     inspects: bool = False
@@ -58,6 +60,11 @@ class Options:
     @property
     def keeps(self) -> bool:
         return self.outputs != "none"
+
+    def given(self, tokens: Mapping[str, torch.Tensor]) -> Options:
+        """The same, with these denominators."""
+        fractions = sorted(name for name, value in tokens.items() if value.is_floating_point())
+        return replace(self, tokens=tuple(sorted(tokens)), fractions=tuple(fractions))
 
 
 @dataclass(frozen=True)
@@ -190,6 +197,7 @@ class Engine:
         word = "a training" if options.training else "an evaluation"
         lines = [
             f"{word} step, outputs={options.outputs!r}, loss_scale={options.loss_scale}, tokens of {options.tokens}"
+            f"{f', as floats of {options.fractions}' * bool(options.fractions)}"
             f"{', with hooks or check_finite' * options.inspects}",
             f"{len(bound)} microbatches",
             *(f"microbatch {i}: specialisation {n}, sizes {sizes}" for i, (n, *sizes) in enumerate(each)),
@@ -199,7 +207,7 @@ class Engine:
             found = [(i, path, int(checksum(leaf))) for i, one in enumerate(bound) for path, leaf in one.leaves.items()]
             contents = tuple(value for _, _, value in found)
             lines += [f"microbatch {i}: contents of {path} {value & (1 << 64) - 1:016x}" for i, path, value in found]
-        kinds, names = ("none", "local", "all"), options.tokens
+        kinds, names = ("none", "local", "all"), (options.tokens, options.fractions)
         key = key_of(specialisations, options.keeps)
         return Intent(
             common=(
@@ -247,6 +255,17 @@ class Engine:
                 expected=f"names from {', '.join(map(repr, known))}",
                 got=", ".join(map(repr, options.tokens)),
                 do="give what step.count(microbatches) returns",
+            )
+            raise self.agreement.told(error)
+        # A program takes its denominator in one form, and which number a float on a device is, the host cannot see.
+        rounded = [name for name in options.fractions if name not in prepared.total.floating]
+        if rounded:
+            error = StepError(
+                f"the tokens of loss '{rounded[0]}' are counted in whole numbers, so they are given in whole numbers",
+                where="step(..., tokens=...)",
+                expected="an int, or a 0-dim tensor of integers",
+                got="a float",
+                do="convert them, for a tensor with .long(); for fractions, give the loss float weights as its tokens",
             )
             raise self.agreement.told(error)
 

@@ -96,13 +96,14 @@ class CompiledStep:
         outputs: "none"; "local": the model's outputs on the ranks that computed them; "all": on every rank.
         loss_scale: multiplies the gradients, exactly; the reported losses stay as they are.
         tokens: what to divide by, by loss name, in the place of this step's own counts: several calls that share the
-            counts of all their microbatches (`step.count`) add up to one step over them.
+            counts of all their microbatches (`step.count`) add up to one step over them. Whole numbers, unless the
+            loss counts float weights.
 
         Nothing is changed if it raises, unless the error says otherwise. Raises BatchError, GuardError, CaptureError,
         StepError, and whatever the model's own code raises; RankFailure if that was on another rank.
         """
         given = _denominators(tokens or {})
-        options = Options(True, outputs, loss_scale, tuple(sorted(given)), inspects=self._inspects)
+        options = Options(True, outputs, loss_scale, inspects=self._inspects).given(given)
         return self._run(microbatches, options, given).result
 
     def hold(self, microbatches: Iterable[Any], outputs: Outputs = "none") -> HeldStep:

@@ -85,9 +85,7 @@ class VirtualStep:
         come in order of data ranks.
         """
         inspects = bool(hooks) or self.plan.check_finite
-        step = self.bind(
-            microbatches, Options(True, outputs, loss_scale, tuple(sorted(tokens or {})), inspects=inspects)
-        )
+        step = self.bind(microbatches, Options(True, outputs, loss_scale, inspects=inspects).given(tokens or {}))
         self.latest = [one for line in step.lines for one in line.bound]
         ran = self._engine.run(step, tokens, Looking(self.steps, tuple(hooks)))
         self._engine.state.commit({}, ran.buffers)

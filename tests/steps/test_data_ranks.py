@@ -13,7 +13,7 @@ from expecttest import TestCase
 from torch import nn
 
 import graphcomp as gc
-from graphcomp.errors import AgreementError, BatchError, PlanError, StateError
+from graphcomp.errors import AgreementError, BatchError, PlanError, StateError, StepError
 from graphcomp.testing import VirtualStep, run_virtual
 from tests.zoo import ZOO
 from tests.zoo.reference import Reference, reference
@@ -184,6 +184,14 @@ def test_shared_counts_make_two_calls_one_step() -> None:
     assert sum(ran.gradients["w"].item() for ran in found) == 2.75
     assert sum(ran.result.loss.item() for ran in found) == 2.75
     assert [ran.result.tokens["loss"].item() for ran in found] == [8, 8]
+
+
+def test_shared_counts_have_the_form_of_the_loss_s_own() -> None:
+    """A compiled program takes its denominator in one form; half a token is not rounded in silence."""
+    step = VirtualStep(Weight(), weighted, plan=gc.Plan(backend="eager", quiet=True), data_ranks=2)
+    with pytest.raises(StepError, match=r"the tokens of loss 'loss' are counted in whole numbers(.|\n)*\.long\(\)"):
+        step.run(UNEQUAL, tokens={"loss": torch.tensor(8.0)})
+    assert step.run(UNEQUAL, tokens={"loss": torch.tensor(8)}).gradients["w"].item() == 2.75
 
 
 def test_a_loss_scale_scales_gradients_alone() -> None:

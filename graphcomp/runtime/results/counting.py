@@ -49,11 +49,10 @@ class Counting:
         return count(total.losses, counted, self.layout.device, total.floating, reduce), used
 
     def replaced(self, counts: Counts, tokens: Mapping[str, torch.Tensor]) -> Counts:
-        """The counts with the denominators that the caller gives: 0-dim tensors."""
+        """The counts with the denominators that the caller gives: 0-dim, floats only where floats are counted."""
         found = dict(counts.tokens)
         for name, given in tokens.items():
-            wide = torch.float64 if given.is_floating_point() else found[name].dtype
-            found[name] = given.to(self.layout.device, wide)
+            found[name] = given.to(self.layout.device, found[name].dtype)
         return Counts(found, {name: never_zero(value) for name, value in found.items()})
 
     def _prologue(self, one: MicrobatchInputs, cut: Partitioned) -> dict[str, torch.Tensor]:
