@@ -55,7 +55,7 @@ class FiniteWatch:
     def wrapped(self, run: Run, operation: Operation) -> Operation:
         """The operation of a run, after which its results are looked at."""
         stage = getattr(self._specialisations[run.specialisation].stages[run.stage], run.kind)
-        named = zip(stage.outputs, run.results, strict=False)
+        named = zip(stage.outputs, run.results, strict=True)
         results = [
             (_key(what, run), register)
             for what, register in named
