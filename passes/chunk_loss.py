@@ -11,22 +11,21 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from graphcomp.compat.symbols import expression, hint, size_value
+from graphcomp.compat.symbols import expression, size_value
 from graphcomp.errors import CaptureError, PlanError
 from graphcomp.ir import meta
 from graphcomp.ir.meta import Note, Phase
 from graphcomp.ir.normalize import lift_sizes
 from graphcomp.ir.program import Level, Program
 from graphcomp.ir.randomness import draws
-from graphcomp.ir.signature import Loss, Size
+from graphcomp.ir.signature import Size
 from graphcomp.passes.base import Pass
 from graphcomp.passes.memory import is_dense
-from graphcomp.passes.rows import Mark, Mixes, Piece, RowRules, Rows, Selection, Step, Total
+from graphcomp.passes.row_region import Region, find_head
+from graphcomp.passes.rows import Mark, Piece, Step, Total
 from graphcomp.passes.symbols import with_all_sizes
 
 aten = torch.ops.aten
-_PRODUCTS = (aten.mm.default, aten.addmm.default)
-_OTHER_PRODUCTS = frozenset({"bmm", "baddbmm", "convolution", "addmv", "mv", "dot"})
 
 
 @dataclass(frozen=True)
@@ -65,146 +64,19 @@ class ChunkLoss(Pass):
         if self.chunks == 1:
             return program
         program = with_all_sizes(program)
-        head = _head(program)
+        head = find_head(program)
         if expression(program.fake_mode, meta.value(head).shape[0]) == 1:  # type: ignore[attr-defined]
             return program
-        region = _Region(program, head)
+        region = Region(program, head)
         with program.fake_mode, program.fake_mode.shape_env.suppress_guards():
             _Emit(program, region, self).run()
         return program
 
 
-def _head(program: Program) -> Node:
-    """The product of forward with the most columns that a loss needs and no other product; the last of equals."""
-    losses = [node for what, node in program.output_items() if isinstance(what, Loss)]
-    needed = _upstream(losses)
-    products = [n for n in program.calls() if n in needed and _is_product(n)]
-    inner = _upstream([source for node in products for source in node.all_input_nodes])
-    ends = [n for n in products if n.target in _PRODUCTS and n not in inner]
-    if not ends:
-        raise CaptureError(
-            f"head and loss of program '{program.name}' cannot be computed in chunks: there is no head",
-            expected="a matrix product (nn.Linear) whose result the loss is computed from",
-            got="no mm or addmm on the way to the loss",
-            do="leave out Plan(loss_chunks=...)",
-        )
-    return max(reversed(ends), key=lambda n: hint(meta.value(n).shape[1]))  # type: ignore[attr-defined]
-
-
-def _upstream(nodes: Sequence[Node]) -> set[Node]:
-    found: set[Node] = set()
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending.extend(node.all_input_nodes)
-    return found
-
-
-def _is_product(node: Node) -> bool:
-    packet = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-    return node.target in _PRODUCTS or packet in _OTHER_PRODUCTS or "attention" in packet
-
-
-class _Region:
-    """What is repeated. steps: by node, how it is computed of some rows. exports: what the rest needs of it.
-
-    behind: the nodes outside that need something of the region, in order.
-    """
-
-    def __init__(self, program: Program, head: Node) -> None:
-        self.program, self.head = program, head
-        self.rules = RowRules(program)
-        self.steps: dict[Node, Step] = {}
-        self.exports: dict[Node, None] = {}
-        self.behind: dict[Node, None] = {}
-        self.columns = meta.value(head).shape[1]  # type: ignore[attr-defined]
-        try:
-            self._add(head, self.rules.start(head))
-        except Mixes as reason:
-            raise self._refusal(head, str(reason)) from None
-        for node in program.calls():
-            if node is not head:
-                self._visit(node)
-        for node in program.output_node.all_input_nodes:
-            if node in self.steps:
-                self._export(node, program.output_node, "it is asked for whole")
-        self._check_selections()
-
-    @property
-    def selections(self) -> list[Selection]:
-        return self.rules.selections
-
-    def _add(self, node: Node, step: Step) -> None:
-        self.steps[node] = step
-        self.rules.states[node] = step.state
-
-    def _visit(self, node: Node) -> None:
-        own = [n for n in node.all_input_nodes if n in self.steps]
-        late = [n for n in node.all_input_nodes if n in self.behind]
-        if not own:
-            if late:
-                self.behind[node] = None
-            return
-        reason = f"it also needs '{late[0].name}', which exists when all rows are through" if late else ""
-        if not late and not any(map(self._is_end, own)):
-            try:
-                return self._add(node, self.rules.step(node))
-            except Mixes as found:
-                reason = str(found)
-        self.behind[node] = None
-        for source in own:
-            self._export(source, node, reason)
-
-    def _is_end(self, node: Node) -> bool:
-        """The gradient of the head's input: nothing behind it has logits."""
-        backward = meta.note(node).phase is Phase.BACKWARD
-        return backward and node.target in _PRODUCTS and isinstance(self.steps[node].state, Rows)
-
-    def _export(self, node: Node, user: Node, reason: str) -> None:
-        state = self.steps[node].state
-        if isinstance(state, Rows) and not self._is_end(node):
-            inside = meta.value(node).shape[state.lead :]  # type: ignore[attr-defined]
-            if (
-                state.turned
-                or not all(isinstance(s, int) for s in inside)
-                or torch.Size(inside).numel() >= self.columns
-            ):
-                raise self._refusal(user, reason, node)
-        if not isinstance(state, Rows | Total):
-            raise self._refusal(user, reason, node)
-        self.exports[node] = None
-
-    def _check_selections(self) -> None:
-        """What leaves the region is of the rows that are computed, or zero elsewhere."""
-        for node in self.exports:
-            state = self.steps[node].state
-            rows = state.of if isinstance(state, Total) else state
-            if isinstance(rows, Rows) and rows.space < len(self.selections) and not rows.zero:
-                raise self._refusal(node, "it takes rows that another operation leaves out (a slice of the logits)")
-
-    def _refusal(self, user: Node, reason: str, source: Node | None = None) -> CaptureError:
-        named = source if user.op == "output" and source is not None else user
-        note = meta.note(named)
-        what = f"'{user.target}'"
-        if user.op == "output":
-            what = ", ".join(f"'{role}'" for role, node in self.program.output_items() if node is source)
-        module = f"module '{note.module}'" if note.module else None
-        return CaptureError(
-            f"head and loss cannot be computed in chunks of rows: {what} needs all rows at once",
-            where=", ".join(part for part in (module, note.source, f"node '{named.name}'") if part),
-            expected="operations on each row of the logits by itself, and sums over rows",
-            got=reason,
-            do="use token_loss or sums (not means) over rows, or leave out Plan(loss_chunks=...); "
-            "outputs with logits are there without chunks only",
-        )
-
-
 class _Emit:
     """Writes the region anew, part by part, and takes the old nodes away."""
 
-    def __init__(self, program: Program, region: _Region, options: ChunkLoss) -> None:
+    def __init__(self, program: Program, region: Region, options: ChunkLoss) -> None:
         self.program, self.region, self.options = program, region, options
         self.graph, self.output = program.graph, program.output_node
         calls = [meta.note(node) for node in program.calls()]
@@ -221,7 +93,7 @@ class _Emit:
         before = list(filter(draws, self.program.calls()))
         pieces: list[Any] = []
         for step in self.region.steps.values():
-            map_aggregate((step.args, dict(step.kwargs)), pieces.append)  # type: ignore[arg-type]
+            map_aggregate((step.args, dict(step.kwargs)), pieces.append)
         for piece in pieces:
             if isinstance(piece, Piece):
                 self._flatten(piece)
@@ -377,7 +249,7 @@ class _Chunk:
         args, kwargs = map_aggregate((step.args, dict(step.kwargs)), lambda x: self._argument(x, node))
         target, value = step.target, meta.value(node)
         if sums and target is aten.mm.default and isinstance(step.state, Total):
-            target, args = aten.addmm.default, (sums[-1], *args)  # type: ignore[has-type]
+            target, args = aten.addmm.default, (sums[-1], *args)
         return self.emit.call(target, args, kwargs, self._value(value, step.state), self._note(node), node.name)
 
     def _collect(self, node: Node, step: Step, parts: list[Node]) -> None:

@@ -54,6 +54,8 @@ SHARED_PASSES = {
     "operations",
     "reorder",
     "retrace",
+    "row_region",
+    "row_rules",
     "rows",
     "symbols",
 }

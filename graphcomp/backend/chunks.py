@@ -11,6 +11,7 @@ chunk begins with comes after what the chunk before it has to give. That costs a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -18,7 +19,7 @@ from torch.fx import Graph, Node
 from graphcomp.ir import meta
 
 _LIBRARY = torch.library.Library("graphcomp", "FRAGMENT")
-_PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}
+_PRODUCTS: dict[Any, int] = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}
 
 
 def _after(x: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
