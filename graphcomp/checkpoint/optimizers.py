@@ -155,7 +155,7 @@ def _check_value(optimizer: Optimizer, name: str, key: str, parameter: torch.Ten
             f"'{key}', which {type(optimizer).__name__} holds for '{name}', is not split over data ranks",
             expected=f"a DTensor like the parameter, {parameter.placements}, or a number",
             got=f"a tensor of shape {tuple(whole[0].shape)}",
-            do="graphcomp.runtime.state.optimizer_state.shard_optimizer_state(optimizer)",
+            do="graphcomp.shard_optimizer_state(optimizer)",
         )
 
 
