@@ -22,7 +22,7 @@ from byte_gpt import GPT
 from place import Place, place
 from stdlib_text import documents, groups, pad
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import register_dataclass
 
 import graphcomp as gc
@@ -84,7 +84,7 @@ class Trainer:
         self.model = self.compiled()
         self.model.step.compile(self.model.prepare_batch(self.held_out[0])[0])  # then it is known who owns what
         self.optimizer = torch.optim.AdamW(self.model.parameters(), config.rate)
-        self.rates = OneCycleLR(self.optimizer, config.rate, total_steps=config.steps)
+        self.rates = LambdaLR(self.optimizer, lambda done: min((done + 1) / 5, 1 - done / config.steps))
 
     def compiled(self) -> gc.CompiledModel[list[list[bytes]], list[dict[str, Tensor]]]:
         """Built without memory; with the programs of an earlier start, if they are of this model and this layout."""
@@ -110,11 +110,12 @@ class Trainer:
                 seen = out.result.to_floats()  # here the loop waits for the device
                 speed = self.config.log_every * seen["tokens/loss"] / (time.perf_counter() - began)
                 self.log(step=number, loss=seen["loss"], norm=float(norm), tokens_per_second=round(speed))
-                began = time.perf_counter()
             if number % self.config.evaluate_every == 0:
                 self.log(step=number, held_out=self.evaluate())
             if number % self.config.save_every == 0 or number == self.config.steps:
                 self.save(number)
+            if number % self.config.log_every == 0:
+                began = time.perf_counter()
         self.log(done=step.stats.steps, held_out=self.evaluate(), captures=step.stats.traces)
 
     def evaluate(self) -> float:

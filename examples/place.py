@@ -37,7 +37,8 @@ class Place:
     def log(self, file: Path, **numbers: object) -> None:
         """Shown, and added to the file as a line of JSON, by one rank."""
         if self.first:
-            print("  ".join(f"{name} {value}" for name, value in numbers.items()), flush=True)
+            shown = {name: f"{value:.4f}" if isinstance(value, float) else value for name, value in numbers.items()}
+            print("  ".join(f"{name} {value}" for name, value in shown.items()), flush=True)
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a") as lines:
                 lines.write(json.dumps(numbers) + "\n")
