@@ -8,10 +8,11 @@ import torch
 from torch.fx import Node
 
 from graphcomp.compat.symbols import hint
+from graphcomp.compat.tensor_parallel import fills_up
 from graphcomp.errors import CaptureError
 from graphcomp.ir import meta
 
-_PAD, _FILLS = torch.ops.aten.constant_pad_nd.default, "pad_tensor"
+_PAD = torch.ops.aten.constant_pad_nd.default
 
 
 def check_even(node: Node, frame: FrameType | None, module: str | None) -> None:
@@ -22,15 +23,13 @@ def check_even(node: Node, frame: FrameType | None, module: str | None) -> None:
     """
     if node.target is not _PAD or not any(map(_is_filled, _amounts(node))):
         return
-    while frame is not None:
-        if frame.f_code.co_name == _FILLS and "distributed/tensor" in frame.f_code.co_filename.replace("\\", "/"):
-            raise CaptureError(
-                "a size of the batch does not divide among the tensor ranks along which an activation is laid out",
-                where=f"module '{module}'" if module else None,
-                expected="under SequenceParallel, a length that is a multiple of the number of tensor ranks",
-                do="pad the sequences (labels of -100 change nothing), or leave these activations whole",
-            )
-        frame = frame.f_back
+    if fills_up(frame):
+        raise CaptureError(
+            "a size of the batch does not divide among the tensor ranks along which an activation is laid out",
+            where=f"module '{module}'" if module else None,
+            expected="under SequenceParallel, a length that is a multiple of the number of tensor ranks",
+            do="pad the sequences (labels of -100 change nothing), or leave these activations whole",
+        )
 
 
 def _is_filled(amount: object) -> bool:
