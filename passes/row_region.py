@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from graphcomp.compat.symbols import hint
 from graphcomp.errors import CaptureError
 from graphcomp.ir import meta
 from graphcomp.ir.meta import Phase
@@ -27,7 +27,7 @@ def find_head(program: Program) -> Node:
     needed = _upstream(losses)
     products = [n for n in program.calls() if n in needed and _is_product(n)]
     inner = _upstream([source for node in products for source in node.all_input_nodes])
-    ends = [n for n in products if n.target in _PRODUCTS and n not in inner]
+    ends = [n for n in products if n.target in _PRODUCTS and n not in inner and isinstance(_columns(n), int)]
     if not ends:
         raise CaptureError(
             f"head and loss of program '{program.name}' cannot be computed in chunks: there is no head",
@@ -35,7 +35,12 @@ def find_head(program: Program) -> Node:
             got="no mm or addmm on the way to the loss",
             do="leave out Plan(loss_chunks=...)",
         )
-    return max(reversed(ends), key=lambda n: hint(meta.value(n).shape[1]))  # type: ignore[attr-defined]
+    return max(reversed(ends), key=_columns)
+
+
+def _columns(product: Node) -> Any:
+    found = meta.tensor(product)
+    return None if found is None else found.shape[1]
 
 
 def _upstream(nodes: Sequence[Node]) -> set[Node]:
@@ -66,7 +71,7 @@ class Region:
         self.steps: dict[Node, Step] = {}
         self.exports: dict[Node, None] = {}
         self.behind: dict[Node, None] = {}
-        self.columns = meta.value(head).shape[1]  # type: ignore[attr-defined]
+        self.columns: int = _columns(head)
         try:
             self._add(head, self.rules.start(head))
         except Mixes as reason:

@@ -305,10 +305,10 @@ class RowRules:
             if self._rows(x) != rows:
                 raise Mixes("it combines rows of different places")
             return x
-        lead = self._shape(source)[:1]
-        if rows.lead != 1 or not isinstance(x, Node) or not self.same(self._shape(x), lead):
+        if rows.lead != 1 or not isinstance(x, Node) or len(self._shape(x)) != 1:
             raise Mixes("its labels do not stand row by row")
-        return Piece(x, tuple(lead), rows.space, 1)
+        # As many as there are rows, or the operation would not have run.
+        return Piece(x, tuple(self._shape(x)), rows.space, 1)
 
 
 def _args(node: Node) -> list[Any]:
