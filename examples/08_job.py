@@ -18,7 +18,6 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import islice
@@ -147,7 +146,7 @@ class Job:
         training = config.training
         self.config, self.folder = config, Path(training.folder)
         dims = Dims.of(config.parallel)
-        self.loader, self.metrics = Loader(config, dims), Metrics(training)
+        self.loader = Loader(config, dims)
         with torch.device("meta"):
             self.model = GPT(**vars(config.model))
         self.step = gc.compile_train_step(self.model, loss_fn, plan=dims.plan)
@@ -155,7 +154,7 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.step.parameters(), training.rate, betas=(0.9, 0.95))
         steps, warmup = training.steps, training.warmup
         self.rates = LambdaLR(self.optimizer, lambda done: min((done + 1) / warmup, (steps - done) / steps))
-        self.saving: Future[None] | None = None
+        self.metrics, self.saving = Metrics(training), None
 
     def train_step(self, microbatches: list[dict[str, Tensor]]) -> None:
         result = self.step(microbatches)
