@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 
@@ -57,10 +59,24 @@ def test_another_set_of_fields_is_looked_at_anew() -> None:
 
 
 def test_looking_at_the_batch_as_a_whole_reads_all_of_it() -> None:
-    for look in (dict, list, lambda b: {**b}, lambda b: b.copy(), lambda b: b.items(), lambda b: b.values()):
+    views = [dict, list, reversed, repr, lambda b: {**b}, lambda b: b.copy(), lambda b: b.items(), lambda b: b.values()]
+    joined = [lambda b: b | {"a": 3}, lambda b: {"a": 3} | b, lambda b: b == {}, lambda b: b.popitem(), copy.copy]
+    for look in (*views, *joined):
         fields = Fields({"a": 1, "b": 2})
         look(fields)
         assert fields.read == {"a", "b"}, look
     fields = Fields({"a": 1, "b": 2})
     assert (fields["a"], fields.get("c"), "b" in fields, len(fields)) == (1, None, True, 2)
     assert fields.read == {"a", "c"}
+    assert fields.setdefault("b", 5) == 2 and fields.read == {"a", "b", "c"}
+
+
+def test_a_field_that_is_read_out_of_a_joined_batch_selects_a_program() -> None:
+    def signed(output: torch.Tensor, batch: dict) -> object:
+        more = batch | {"unit": 1.0}
+        loss = output.square().mean() * more["unit"]
+        return mean_loss(-loss if more["negate"] else loss)
+
+    one = VirtualStep(Scale(), signed, plan=Plan(backend="eager", quiet=True))
+    losses = [float(one.run([batch(negate=negate)]).result.loss) for negate in (False, True)]
+    assert losses[1] == -losses[0] != 0
