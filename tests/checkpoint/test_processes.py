@@ -35,7 +35,10 @@ SEED = 5
 
 
 class RealBytes(TorchDispatchMode):
-    """Within, the most bytes of memory that were held at once by what operations made; meta counts nothing."""
+    """Within, the most bytes of memory that were held at once by numbers that operations made; meta counts nothing.
+
+    Bytes that ranks tell each other do not count: a process group lets go of them when it comes to it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +50,8 @@ class RealBytes(TorchDispatchMode):
 
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.device.type != "meta" and not isinstance(tensor, DTensor):
+            is_plain = isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)
+            if is_plain and tensor.device.type != "meta" and tensor.is_floating_point():
                 storage = tensor.untyped_storage()
                 self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
