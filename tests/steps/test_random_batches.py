@@ -256,7 +256,7 @@ def equals_eager(step: VirtualStep, lines: list[list[Any]]) -> None:
         assert gradient is None or relative(found, gradient) < 1e-9, name
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     form=st.sampled_from(sorted(FORMS)),
     two=st.tuples(kinds, kinds),
