@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from graphcomp.compiler import GraphCompiler, Specialisation
 from graphcomp.dispatch import Dispatcher
 from graphcomp.engine import BoundStep, Engine, Options, Ran
-from graphcomp.errors import PlanError, StepError
+from graphcomp.errors import ArtifactError, PlanError, StepError
 from graphcomp.plan import Plan
 from graphcomp.prepare import Prepared
 from graphcomp.runtime.ranks.layout import Layout, check_layout, make_layout
@@ -239,7 +239,7 @@ class CompiledStep:
         def found() -> Store:
             return Store(path, self._key(), self._dispatcher.guard.key(), self.compiler)
 
-        self._dispatcher.store = self.engine.together.look("take over saved programs", found)
+        self._dispatcher.store = self.engine.together.look("take over saved programs", found, refusal=ArtifactError)
 
     def _file_in(self, folder: str | Path) -> Path:
         return Path(folder) / f"rank_{self.rank or 0}.programs"

@@ -47,7 +47,7 @@ def save(
     CheckpointError, and what was there before is as it was. Waits for what `save_async` has begun.
     """
     contents = step.engine.together.look(
-        "save a checkpoint", lambda: _contents(step, optimizer, extra), f"folder={str(folder)!r}"
+        "save a checkpoint", lambda: _contents(step, optimizer, extra), f"folder={str(folder)!r}", CheckpointError
     )
     write(step, Path(folder), contents)
 
@@ -61,7 +61,10 @@ def save_async(
     is in its place, and raises what `save` raises. Saves of one step are written one after the other.
     """
     contents = step.engine.together.look(
-        "save a checkpoint", lambda: _contents(step, optimizer, extra).copied(), f"folder={str(folder)!r}"
+        "save a checkpoint",
+        lambda: _contents(step, optimizer, extra).copied(),
+        f"folder={str(folder)!r}",
+        CheckpointError,
     )
     return begin(step, Path(folder), contents)
 
@@ -82,7 +85,10 @@ def load(
     Raises CheckpointError, on all ranks and before any effect, if names, shapes or the optimizer do not fit.
     """
     found = step.engine.together.look(
-        "load a checkpoint", lambda: _look(step, Path(folder), optimizer, init), f"folder={str(folder)!r}"
+        "load a checkpoint",
+        lambda: _look(step, Path(folder), optimizer, init),
+        f"folder={str(folder)!r}",
+        CheckpointError,
     )
     return step.together("loading a checkpoint", lambda: found.load(step, optimizer))
 

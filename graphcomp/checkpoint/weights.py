@@ -99,7 +99,7 @@ def fill(
         found = match(entries(step), source.shapes, source.extra_state, strict, every)
         return source, found, step.engine.preparation.memory([one.name for one, _ in found.read], init)
 
-    source, found, give_memory = step.engine.together.look("load weights", prepare)
+    source, found, give_memory = step.engine.together.look("load weights", prepare, refusal=CheckpointError)
 
     def work() -> None:
         give_memory()

@@ -131,5 +131,6 @@ def test_one_text_at_every_layout(world_size: int, tmp_path: Path) -> None:
         for rank, again in [(rank, one[kind]) for kind in ("again", "sharded again") for rank, one in enumerate(found)]:
             (losses, traces), (later, none) = again["found"]
             assert losses == later and (traces, none) == (2, 0)
-            assert again["error"].startswith(("RankFailure: rank 1 could not take over", "ArtifactError: ")[rank])
+            what = ("rank 1 could not take over", "the saved programs are of another model")[rank]
+            assert again["error"].startswith(f"ArtifactError: {what}")
             assert "attribute 'kind': was str 'token', is str 'scalar'" in again["error"]
