@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from graphcomp.call import BoundStep, Line, Options, Ran, contents_of, contents_text
 from graphcomp.compat.process_groups import group_of
 from graphcomp.compiler import GraphCompiler
 from graphcomp.dataparallel.rows import join_rows, padded_rows
@@ -23,7 +23,6 @@ from graphcomp.runtime.failures.failure import Failures, Progress
 from graphcomp.runtime.failures.signals import signals_held
 from graphcomp.runtime.failures.together import Together
 from graphcomp.runtime.program.executor import RankResult, run_virtual_ranks
-from graphcomp.runtime.program.fingerprint import checksum
 from graphcomp.runtime.program.finite import Place
 from graphcomp.runtime.program.inputs import StepInputs
 from graphcomp.runtime.ranks.agreement import Agreed, DataRank, Intent
@@ -39,71 +38,6 @@ from graphcomp.runtime.state.initial import Recipe
 from graphcomp.runtime.state.live import LiveState, Writes
 
 
-@dataclass(frozen=True)
-class Options:
-    """How a step is called; the same on all ranks."""
-
-    training: bool = True
-    outputs: str = "none"
-    loss_scale: float = 1.0
-    tokens: tuple[str, ...] = ()
-    """The losses whose denominators the caller gives."""
-    fractions: tuple[str, ...] = ()
-    """Those of them that are given as floats."""
-    holds: bool = False
-    """Gradients are handed to the caller, not written."""
-    inspects: bool = False
-    """Before anything is written, hooks are run or values looked at, which may stop the step on all ranks."""
-    runs: bool = True
-    """False: it is prepared, or its tokens are counted, and no parameter is read."""
-
-    @property
-    def keeps(self) -> bool:
-        return self.outputs != "none"
-
-    def given(self, tokens: Mapping[str, torch.Tensor]) -> Options:
-        """The same, with these denominators."""
-        fractions = sorted(name for name, value in tokens.items() if value.is_floating_point())
-        return replace(self, tokens=tuple(sorted(tokens)), fractions=tuple(fractions))
-
-
-@dataclass(frozen=True)
-class Line:
-    """One pipeline of this process in a step: its microbatches, and what runs them.
-
-    first: the place of its first microbatch among those of all data ranks.
-    """
-
-    bound: tuple[Bound, ...]
-    prepared: Prepared
-    data_rank: int
-    first: int
-
-
-@dataclass(frozen=True)
-class BoundStep:
-    """A step that is ready to run. lines: of this process. ranks: what all data ranks have said."""
-
-    lines: tuple[Line, ...]
-    ranks: tuple[DataRank, ...]
-    options: Options
-
-
-@dataclass(frozen=True)
-class Ran:
-    """A finished step. gradients: by name, of the ranks in this process. buffers: new values.
-
-    They are written where a process runs one rank, gradients unless the caller holds them; of virtual ranks nothing is.
-    """
-
-    result: StepResult
-    gradients: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
-    messages: int
-    bytes_sent: int
-    collectives: int
-
-
 class Engine:
     """Runs steps for one rank of a layout, or for all ranks at once (virtual: messages in a dictionary)."""
 
@@ -117,6 +51,7 @@ class Engine:
         self.failures = Failures(layout, self.progress, self._shared_groups)
         self.together = Together(self.agreement, self.failures, self.progress, self.require_usable)
         self.followed: Hashable = None
+        self.compared = self.virtual or all(len(line) == 1 for line in self.agreement.lines)
         self._scales: dict[tuple[float, torch.dtype], torch.Tensor] = {}
 
     def bind(self, dispatcher: Dispatcher, given: Sequence[Iterable[Any]], options: Options) -> BoundStep:
@@ -152,6 +87,8 @@ class Engine:
                 raise
             lines = [[one.specialisation for one in line] for line in bound]
             if not agreed.is_new:
+                if options.runs and not self.compared:
+                    self._compare_contents(bound)
                 prepared = self.preparation.link(lines, options.keeps, agreed.ranks)
                 self._check_tokens(options, prepared[0])
                 return BoundStep(tuple(self._lines(bound, prepared, agreed.ranks)), agreed.ranks, options)
@@ -204,9 +141,9 @@ class Engine:
         ]
         contents: tuple[int, ...] = ()
         if self.compiler.plan.check is not None and not self.virtual:
-            found = [(i, path, int(checksum(leaf))) for i, one in enumerate(bound) for path, leaf in one.leaves.items()]
-            contents = tuple(value for _, _, value in found)
-            lines += [f"microbatch {i}: contents of {path} {value & (1 << 64) - 1:016x}" for i, path, value in found]
+            found = contents_of(bound)
+            contents = tuple(found.values())
+            lines += contents_text(found)
         kinds, names = ("none", "local", "all"), (options.tokens, options.fractions)
         key = key_of(specialisations, options.keeps)
         return Intent(
@@ -244,6 +181,18 @@ class Engine:
             groups = self.agreement.along.get(agreed.apart)
             self.agreement.share(texts[0], None, "take part in the step", groups)
             raise difference(texts, 0, next(i for i, text in enumerate(texts) if text != texts[0]))
+
+    def _compare_contents(self, bound: Sequence[tuple[Bound, ...]]) -> None:
+        """Once, at the first step: microbatches drawn on each rank without a common seed are of equal sizes too."""
+        text, failure = "", None
+        try:
+            text = "\n".join(contents_text(contents_of(bound[0])))
+        except Exception as error:
+            failure = error
+        self.agreement.share(text, failure, "compare its microbatches")
+        if failure is not None:
+            raise failure
+        self.compared = True
 
     def _check_tokens(self, options: Options, prepared: Prepared) -> None:
         known = [loss.name for loss in prepared.total.losses]

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from graphcomp.call import BoundStep, Options, Ran
 from graphcomp.compiler import GraphCompiler, Specialisation
 from graphcomp.dispatch import Dispatcher
-from graphcomp.engine import BoundStep, Engine, Options, Ran
+from graphcomp.engine import Engine
 from graphcomp.errors import ArtifactError, PlanError, StepError
 from graphcomp.plan import Plan
 from graphcomp.prepare import Prepared

@@ -31,6 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("stored",),
     ("dispatch",),
     ("prepare",),
+    ("call",),
     ("engine",),
     ("step",),
     ("clip", "protocol", "deployment"),

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from graphcomp.call import BoundStep, Options, Ran
 from graphcomp.capture import Joint
 from graphcomp.compiler import GraphCompiler
 from graphcomp.dispatch import Bound, Dispatcher
-from graphcomp.engine import BoundStep, Engine, Options, Ran
+from graphcomp.engine import Engine
 from graphcomp.errors import BatchError, StateError
 from graphcomp.plan import Plan
 from graphcomp.runtime.ranks.layout import Layout, make_layout

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphcomp import Plan, token_loss
-from graphcomp.engine import Ran
+from graphcomp.call import Ran
 from graphcomp.plan import SCHEDULES
 from graphcomp.testing import VirtualStep
 from tests.zoo.gpt import TinyGPT

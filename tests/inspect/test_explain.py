@@ -9,7 +9,7 @@ import torch
 from expecttest import TestCase
 
 import graphcomp as gc
-from graphcomp.engine import Ran
+from graphcomp.call import Ran
 from graphcomp.inspect import explain
 from graphcomp.inspect.table import WIDTH, count, ranges, size
 from graphcomp.partition import partition

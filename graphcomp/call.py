@@ -1,0 +1,89 @@
+"""One call of a step: how it is called, what it is bound to, and what it yields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from graphcomp.dispatch import Bound
+from graphcomp.prepare import Prepared
+from graphcomp.runtime.program.fingerprint import checksum
+from graphcomp.runtime.ranks.agreement import DataRank
+from graphcomp.runtime.results.result import StepResult
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a step is called; the same on all ranks."""
+
+    training: bool = True
+    outputs: str = "none"
+    loss_scale: float = 1.0
+    tokens: tuple[str, ...] = ()
+    """The losses whose denominators the caller gives."""
+    fractions: tuple[str, ...] = ()
+    """Those of them that are given as floats."""
+    holds: bool = False
+    """Gradients are handed to the caller, not written."""
+    inspects: bool = False
+    """Before anything is written, hooks are run or values looked at, which may stop the step on all ranks."""
+    runs: bool = True
+    """False: it is prepared, or its tokens are counted, and no parameter is read."""
+
+    @property
+    def keeps(self) -> bool:
+        return self.outputs != "none"
+
+    def given(self, tokens: Mapping[str, torch.Tensor]) -> Options:
+        """The same, with these denominators."""
+        fractions = sorted(name for name, value in tokens.items() if value.is_floating_point())
+        return replace(self, tokens=tuple(sorted(tokens)), fractions=tuple(fractions))
+
+
+@dataclass(frozen=True)
+class Line:
+    """One pipeline of this process in a step: its microbatches, and what runs them.
+
+    first: the place of its first microbatch among those of all data ranks.
+    """
+
+    bound: tuple[Bound, ...]
+    prepared: Prepared
+    data_rank: int
+    first: int
+
+
+@dataclass(frozen=True)
+class BoundStep:
+    """A step that is ready to run. lines: of this process. ranks: what all data ranks have said."""
+
+    lines: tuple[Line, ...]
+    ranks: tuple[DataRank, ...]
+    options: Options
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A finished step. gradients: by name, of the ranks in this process. buffers: new values.
+
+    They are written where a process runs one rank, gradients unless the caller holds them; of virtual ranks nothing is.
+    """
+
+    result: StepResult
+    gradients: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    messages: int
+    bytes_sent: int
+    collectives: int
+
+
+def contents_of(bound: Sequence[Bound]) -> dict[tuple[int, str], int]:
+    """A checksum of every tensor, by microbatch and path. Reads them on the host."""
+    return {(i, path): int(checksum(leaf)) for i, one in enumerate(bound) for path, leaf in one.leaves.items()}
+
+
+def contents_text(contents: Mapping[tuple[int, str], int]) -> list[str]:
+    """A line for each tensor."""
+    return [f"microbatch {i}: contents of {path} {x & (1 << 64) - 1:016x}" for (i, path), x in contents.items()]
