@@ -9,8 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TYPED := build/typed
-# Two workers: one for each core that this project plans for.
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+# Two workers: one for each core that this project plans for. The tests of a file share what they start and compute.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 # One thread a process: ranks share the machine's cores, and sums come out in the same order every time.
 export OMP_NUM_THREADS := 1

@@ -38,10 +38,7 @@ def missing_for_inductor() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, with the reason; run the cheap tiers first.
-
-    With several workers, the tests of one module and tier stay on one: they share what they have started or computed.
-    """
+    """Skip what this machine cannot run, with the reason; run the cheap tiers first."""
     lacks = {
         "inductor": missing_for_inductor(),
         "cuda": None if torch.cuda.is_available() else "no CUDA device",
@@ -50,7 +47,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in lacks.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
-        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {tier_of(item)}"))
     items.sort(key=tier_of)  # stable: the order within a tier is pytest's own
 
 

@@ -86,9 +86,14 @@ class Armed:
 ARMED = Armed()
 
 
+def armed() -> Armed:
+    """By a name that is put together, which no guard follows: a trap changes all the time."""
+    return globals()["ARM" + "ED"]
+
+
 @torch.library.custom_op("graphcomp_faults::passing", mutates_args=())
 def passing(x: Tensor, place: str) -> Tensor:
-    ARMED.trap.passed(place)
+    armed().trap.passed(place)
     return x.clone()
 
 
@@ -118,7 +123,7 @@ class Chain(nn.Module):
             self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
-        ARMED.trap.passed("trace")
+        armed().trap.passed("trace")
         if self.counted:
             self.seen = self.seen + 1
         for number, block in enumerate(self.blocks):
