@@ -13,7 +13,7 @@ over the repeats.
     executor   instructions of all ranks, messages among them, and the results of the step
     writing    gradients into `.grad`
     counting   the tokens of all microbatches
-    additions  of gradients to those of the microbatches before
+    zeros      what sums of gradients begin with
 
 The last two are work on tensors, which eager PyTorch does too; the target is for the rest. An action is a forward, a
 backward, or both in one: with one stage there is one for each microbatch, which then bears all of its costs.
@@ -42,16 +42,15 @@ from rich.table import Table  # noqa: E402
 import graphcomp as gc  # noqa: E402
 from graphcomp.backend import Backend, Compiled  # noqa: E402
 from graphcomp.capture.guards import ModelGuard  # noqa: E402
-from graphcomp.compat.foreach import add_each  # noqa: E402
 from graphcomp.dispatch import Dispatcher  # noqa: E402
 from graphcomp.ir.program import Program  # noqa: E402
-from graphcomp.runtime.program.instructions import Accumulate, Run  # noqa: E402
+from graphcomp.runtime.program.instructions import BeginGradients, Run  # noqa: E402
 from graphcomp.testing import VirtualStep  # noqa: E402
 
 TARGET = 60.0
 """Microseconds per action, for what is no work on tensors."""
 HOST = ("guards", "dispatch", "look-up", "executor", "writing")
-TENSORS = ("counting", "additions")
+TENSORS = ("counting", "zeros")
 
 
 @dataclass
@@ -118,16 +117,17 @@ def measure(stages: int, layers: int, microbatches: int, repeats: int) -> dict[s
         box.clear()
         return box
 
-    sums = [
-        [[ran.gradients[program.gradients[slot][1]].clone() for slot, _ in one.items] for _ in range(2)]
+    forms = [
+        form
         for program in programs
         for one in program.instructions
-        if isinstance(one, Accumulate) and one.items
+        if isinstance(one, BeginGradients)
+        for form in one.forms
     ]
 
-    def add() -> None:
-        for targets, sources in sums:
-            add_each(targets, sources)
+    def zero() -> None:
+        for form in forms:
+            torch.empty_strided(form.shape, form.strides, dtype=form.dtype).zero_()
 
     def write() -> None:
         model.zero_grad()
@@ -137,14 +137,14 @@ def measure(stages: int, layers: int, microbatches: int, repeats: int) -> dict[s
         "guards": seconds(guard.key, repeats),
         "select": seconds(lambda: dispatcher.select(batches, True), repeats),
         "bind": seconds(lambda: step.bind(batches), repeats),
-        "additions": seconds(add, repeats),
+        "zeros": seconds(zero, repeats),
         "counting": seconds(lambda: engine.count(bound), repeats),
         "run": seconds(lambda: engine.run(bound), repeats) - seconds(empty, repeats),
         "writing": seconds(write, repeats) - seconds(model.zero_grad, repeats),
     }
     found["dispatch"] = found["select"] - found["guards"]
     found["look-up"] = found["bind"] - found["select"]
-    found["executor"] = found["run"] - found["counting"] - found["additions"]
+    found["executor"] = found["run"] - found["counting"] - found["zeros"]
     each = {name: 1e6 * found[name] / len(runs) for name in (*HOST, *TENSORS)}
     return {
         "stages": stages,
