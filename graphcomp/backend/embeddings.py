@@ -9,15 +9,13 @@ taken in another order, so this is for compiled programs, which round in their o
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import Graph, Node
 
 from graphcomp.ir import meta
+from graphcomp.ir.collective_calls import arguments
 
 _aten = torch.ops.aten
-_NAMES = ("grad_output", "indices", "num_weights", "padding_idx", "scale_grad_by_freq")
 
 
 def scatter_embeddings(graph: Graph) -> int:
@@ -33,9 +31,10 @@ def scatter_embeddings(graph: Graph) -> int:
 
 
 def _scatter(graph: Graph, gradient: Node, add: Node) -> bool:
-    grown, indices, _, padding, by_frequency = _arguments(gradient)
+    given = arguments(gradient)
+    grown, indices, padding = given["grad_output"], given["indices"], given["padding_idx"]
     others = [x for x in add.args if x is not gradient]
-    if by_frequency or len(others) != 1 or not isinstance(others[0], Node):
+    if given["scale_grad_by_freq"] or len(others) != 1 or not isinstance(others[0], Node):
         return False
     target, own, values = meta.tensor(others[0]), meta.tensor(gradient), meta.tensor(grown)
     places = meta.tensor(indices)
@@ -58,9 +57,3 @@ def _scatter(graph: Graph, gradient: Node, add: Node) -> bool:
     graph.erase_node(add)
     graph.erase_node(gradient)
     return True
-
-
-def _arguments(node: Node) -> tuple[Any, ...]:
-    """In the operator's order, however they were passed."""
-    given = {**dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
-    return tuple(given[name] for name in _NAMES)
