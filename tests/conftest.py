@@ -87,3 +87,14 @@ def fresh_and_clean() -> Iterator[None]:
         left.append("a process group is still initialised")
     if left:
         pytest.fail("the test leaves global state behind: " + "; ".join(left), pytrace=False)
+
+
+@pytest.fixture(scope="module")
+def one_capture_a_model() -> Iterator[None]:
+    """For tests whose models stay as they are: the same model and kind of batch are traced once for all plans."""
+    import graphcomp.compiler
+    from graphcomp.testing.captures import SharedCaptures
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphcomp.compiler, "capture", SharedCaptures())
+        yield

@@ -28,7 +28,7 @@ class SharedCaptures:
         device: torch.device | None = None,
         mesh: Any = None,
     ) -> Joint:
-        key = (model, loss_fn, batch_key(batch)[0], training, device, mesh)
+        key = (model, model.training, loss_fn, batch_key(batch)[0], training, device, mesh)
         for other, joint in self._known:
             if other == key and _serves(joint, batch):
                 return joint
