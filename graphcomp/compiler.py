@@ -54,7 +54,8 @@ def joint_passes(seeded: bool) -> list[Pass]:
 
 def chunk_passes(plan: Plan) -> list[Pass]:
     """Those that compute head and loss in chunks. Where a schedule parts forward and backward, logits come twice."""
-    return [DeadCode(), ChunkLoss(plan.loss_chunks, repeat=plan.schedule != "1f1b"), DeadCode()]
+    repeat = not schedules.get(plan.schedule).fuses
+    return [DeadCode(), ChunkLoss(plan.loss_chunks, repeat=repeat), DeadCode()]
 
 
 def _without_outputs(program: Program) -> Program:

@@ -14,7 +14,7 @@ from graphcomp.errors import PlanError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b")
 BACKENDS = ("inductor", "eager")
 PARAMETERS = ("replicate", "shard")
 CHECKS = (None, "transfers")
@@ -31,7 +31,7 @@ class Plan:
 
     mesh: a `DeviceMesh` with axes named from pp, dp, tp, cp, in any order; None: this process alone.
     stages: number of pipeline stages; None: the size of `pp`, or 1.
-    schedule: "gpipe" or "1f1b".
+    schedule: one of SCHEDULES; docs/concepts.md says which to use when.
     split: names of the modules that begin stages 1, 2, ... in order of execution; None: a balanced cut.
     parameters: "replicate" or "shard" (over `dp` and `cp`).
     backend: "inductor", or "eager" (the same graphs, run operation by operation, bitwise as eager PyTorch).

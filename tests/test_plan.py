@@ -42,7 +42,7 @@ def message(**options: Any) -> str:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"schedule": "zigzag"},
-        "unknown schedule: 'zigzag'\n  where: Plan(schedule=...)\n  expected: 'gpipe', '1f1b'\n  got: 'zigzag'",
+        "unknown schedule: 'zigzag'\n  where: Plan(schedule=...)\n  expected: 'gpipe', '1f1b', 'eager-1f1b'\n  got: 'zigzag'",
     ),
     (
         {"backend": "tvm"},

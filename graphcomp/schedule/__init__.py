@@ -14,6 +14,7 @@ The usual way, from who computes what to a proof that it completes:
 from graphcomp.schedule.actions import Action, Kind, counterpart, parse
 from graphcomp.schedule.checker import Proof, check
 from graphcomp.schedule.communicate import with_transfers
+from graphcomp.schedule.eager_one_f_one_b import EagerOneFOneB
 from graphcomp.schedule.gpipe import GPipe
 from graphcomp.schedule.memory import peak_bytes, peak_in_flight
 from graphcomp.schedule.one_f_one_b import OneFOneB
@@ -28,6 +29,7 @@ __all__ = [
     "Action",
     "Builder",
     "Cost",
+    "EagerOneFOneB",
     "GPipe",
     "Kind",
     "OneFOneB",

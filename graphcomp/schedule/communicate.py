@@ -8,6 +8,7 @@ from dataclasses import replace
 from graphcomp.errors import ScheduleError
 from graphcomp.schedule.actions import Action, Kind
 from graphcomp.schedule.dependencies import crosses_backward, crosses_forward, needs, yields
+from graphcomp.schedule.progress import Run, cycle
 from graphcomp.schedule.schedule import Schedule
 
 __all__ = ["with_transfers"]
@@ -21,11 +22,10 @@ def with_transfers(schedule: Schedule, forward_edges: Iterable[int], backward_ed
     one rank needs no transfer. Raises ScheduleError for an edge that cannot exist and for a schedule that has
     its transfers already.
 
-    The order suits blocking sends too. Where a rank has to send a gradient and then receive an activation
-    from the same neighbour, that neighbour has to send that activation and then receive that gradient: if
-    both sent first, both would wait for ever. So a rank that comes from a backward receives first. A runtime
-    with asynchronous sends loses nothing by it, as long as it posts a receive at its action (or earlier) and
-    waits for it only at the consumer.
+    The order suits blocking sends too. A receive stands right before its consumer, unless ranks would then wait for
+    each other, each in a send or for one: where a rank of such a circle waits to send something to the next, that one
+    takes it first. Activations before gradients, then the lowest rank. A runtime with asynchronous sends loses nothing
+    by it: it posts receives on its own terms, and waits for each only at its consumer.
 
         before  rank 1: 1F0 1B0 1F1 1B1
         after   rank 1: 1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1
@@ -37,20 +37,30 @@ def with_transfers(schedule: Schedule, forward_edges: Iterable[int], backward_ed
     able = {stage for stage in schedule.backward if stage - 1 in schedule.backward}
     _require_edges(schedule, "backward", backward, able)
     edged = replace(schedule, forward_edges=forward, backward_edges=backward)
-    return replace(edged, ranks=tuple(tuple(_inserted(edged, actions)) for actions in schedule.ranks))
+    run = Run(
+        replace(edged, ranks=tuple(tuple(_inserted(edged, actions)) for actions in schedule.ranks)), blocking=True
+    )
+    run.settle()
+    while (found := _to_take(run)) is not None:
+        run.take_next(*found)
+        run.settle()
+    return replace(edged, ranks=tuple(map(tuple, run.ranks)))
 
 
 def _inserted(schedule: Schedule, actions: Sequence[Action]) -> Iterator[Action]:
-    sends: list[Action] = []
     for action in actions:
-        receives = [event for event in needs(schedule, action) if event.kind.is_transfer]
-        receive_first = any(send.kind is Kind.SEND_B for send in sends) and any(
-            receive.kind is Kind.RECV_F for receive in receives
-        )
-        yield from receives + sends if receive_first else sends + receives
+        yield from (event for event in needs(schedule, action) if event.kind.is_transfer)
         yield action
-        sends = list(_sends(schedule, action))
-    yield from sends
+        yield from _sends(schedule, action)
+
+
+def _to_take(run: Run) -> tuple[int, Action] | None:
+    """A rank of a circle of waiting ranks, and the receive of what the one before it there waits to send to it."""
+    receives = [run.waits[rank] for rank in cycle(run.schedule, run.waits)]
+    found = [
+        (run.schedule.rank_of(one.stage), one) for one in receives if one.kind.is_transfer and not one.kind.is_send
+    ]
+    return min(found, key=lambda each: (each[1].kind is not Kind.RECV_F, each[0]), default=None)
 
 
 def _sends(schedule: Schedule, action: Action) -> Iterator[Action]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from graphcomp.errors import ScheduleError
 from graphcomp.schedule.actions import Action
 from graphcomp.schedule.dependencies import yields
-from graphcomp.schedule.progress import Progress
+from graphcomp.schedule.progress import Progress, cycle
 from graphcomp.schedule.schedule import Schedule
 
 __all__ = ["deadlock_error"]
@@ -18,8 +18,8 @@ def deadlock_error(
     schedule: Schedule, progress: Progress, *, blocking: bool, completes_buffered: bool
 ) -> ScheduleError:
     """Show the ranks that wait for each other first, then others that are stuck, eight at most."""
-    cycle = _cycle(schedule, progress)
-    stuck = cycle + [rank for rank in progress.waits if rank not in cycle]
+    circle = cycle(schedule, progress.waits)
+    stuck = circle + [rank for rank in progress.waits if rank not in circle]
     lines = [_position(schedule, progress, rank) for rank in stuck[:_SHOWN]]
     if len(stuck) > _SHOWN:
         lines.append(f"and {len(stuck) - _SHOWN} more ranks")
@@ -27,23 +27,12 @@ def deadlock_error(
         "with buffered sends it completes; let one of the ranks receive before it sends" if completes_buffered else None
     )
     return ScheduleError(
-        f"deadlock: {' waits for '.join(f'rank {rank}' for rank in [*cycle, cycle[0]])}",
+        f"deadlock: {' waits for '.join(f'rank {rank}' for rank in [*circle, circle[0]])}",
         where=f"schedule {schedule.name!r}, {'blocking' if blocking else 'buffered'} sends",
         expected="every rank comes to its end",
         got="\n    ".join([f"{len(stuck)} of {len(schedule.ranks)} ranks stand still", *lines]),
         do=remedy,
     )
-
-
-def _cycle(schedule: Schedule, progress: Progress) -> list[int]:
-    """Ranks each of which waits for the next. There is one: a stuck rank waits for a rank that is stuck."""
-    seen: dict[int, None] = {}
-    rank = next(iter(progress.waits))
-    while rank not in seen:
-        seen[rank] = None
-        rank = schedule.rank_of(progress.waits[rank].stage)
-    ranks = list(seen)
-    return ranks[ranks.index(rank) :]
 
 
 def _position(schedule: Schedule, progress: Progress, rank: int) -> str:

@@ -19,6 +19,7 @@ class GPipe:
     """
 
     name: ClassVar[str] = "gpipe"
+    fuses: ClassVar[bool] = False
 
     def build(self, stages: int, microbatches: int) -> Schedule:
         """The actions for any number of microbatches. Raises ScheduleError for no stage or a negative

@@ -9,7 +9,7 @@ from typing import ClassVar
 from graphcomp.schedule.actions import Action, Kind
 from graphcomp.schedule.schedule import Schedule, require_counts, stage_per_rank
 
-__all__ = ["OneFOneB"]
+__all__ = ["OneFOneB", "in_turn"]
 
 
 @dataclass(frozen=True)
@@ -21,17 +21,19 @@ class OneFOneB:
     """
 
     name: ClassVar[str] = "1f1b"
+    fuses: ClassVar[bool] = True
 
     def build(self, stages: int, microbatches: int) -> Schedule:
         """The actions for any number of microbatches. Raises ScheduleError for no stage or a negative
         count."""
         require_counts(self.name, stages, microbatches)
-        orders = [_order(stage, min(stages - 1 - stage, microbatches), microbatches) for stage in range(stages)]
+        orders = [in_turn(stage, stages - 1 - stage, microbatches) for stage in range(stages)]
         return stage_per_rank(self.name, microbatches, orders)
 
 
-def _order(stage: int, warmup: int, microbatches: int) -> Iterator[Action]:
-    for microbatch in range(warmup):
+def in_turn(stage: int, warmup: int, microbatches: int) -> Iterator[Action]:
+    """Forwards of warm-up, if there are as many, then one forward and one backward in turn, then backwards."""
+    for microbatch in range(min(warmup, microbatches)):
         yield Action(stage, Kind.F, microbatch)
     for microbatch in range(microbatches):
         if microbatch + warmup < microbatches:

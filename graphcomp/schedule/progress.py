@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphcomp.schedule.actions import Action, counterpart
 from graphcomp.schedule.dependencies import needs, yields
 from graphcomp.schedule.schedule import Schedule
 
-__all__ = ["Progress", "advance"]
+__all__ = ["Progress", "Run", "advance", "cycle"]
 
 
 @dataclass(frozen=True)
@@ -33,39 +34,72 @@ def advance(schedule: Schedule, *, blocking: bool) -> Progress:
     `blocking=True`: a send and its receive are done together, once both ranks have come to them (rendezvous).
     `blocking=False`: a send is done at once, and a receive once its send is done.
     """
-    run = _Run(schedule, blocking)
-    while run.queue:
-        run.go(run.queue.popleft())
+    run = Run(schedule, blocking)
+    run.settle()
     return Progress(tuple(run.order), tuple(run.positions), dict(sorted(run.waits.items())), run.visits)
 
 
-class _Run:
+def cycle(schedule: Schedule, waits: Mapping[int, Action]) -> list[int]:
+    """Ranks each of which waits for the next. waits: what each stuck rank waits for.
+
+    There is one where all that is waited for is somewhere in the schedule: it is then on a rank that is stuck too.
+    """
+    seen: dict[int, None] = {}
+    rank = min(waits, default=-1)
+    while rank in waits and rank not in seen:
+        seen[rank] = None
+        rank = schedule.rank_of(waits[rank].stage)
+    ranks = list(seen)
+    return ranks[ranks.index(rank) :] if rank in seen else []
+
+
+class Run:
+    """A run under way. `ranks`: the actions of each rank; what one has not come to may still change its order."""
+
     def __init__(self, schedule: Schedule, blocking: bool) -> None:
         self.schedule, self.blocking = schedule, blocking
+        self.ranks = [list(actions) for actions in schedule.ranks]
         self.order: list[Action] = []
         self.positions = [0] * len(schedule.ranks)
         self.waits: dict[int, Action] = {}
         self.visits = 0
-        self.queue = deque(range(len(schedule.ranks)))
+        self._queue = deque(range(len(schedule.ranks)))
         self._done: set[Action] = set()
         self._sleepers: defaultdict[Action, list[int]] = defaultdict(list)
 
-    def go(self, rank: int) -> None:
+    def settle(self) -> None:
+        """Let every rank go on as far as it can."""
+        while self._queue:
+            self._go(self._queue.popleft())
+
+    def take_next(self, rank: int, action: Action) -> None:
+        """Let a rank do an action, which stands further down, before the one that it waits in."""
+        actions, position = self.ranks[rank], self.positions[rank]
+        del actions[actions.index(action, position)]
+        actions.insert(position, action)
+        self._queue.append(rank)
+
+    def head(self, rank: int) -> Action | None:
+        """What a rank has to do next; None at its end."""
+        actions = self.ranks[rank]
+        return actions[self.positions[rank]] if self.positions[rank] < len(actions) else None
+
+    def _go(self, rank: int) -> None:
         """Advance one rank until it has to wait."""
         self.visits += 1
         self.waits.pop(rank, None)
-        while (action := self._head(rank)) is not None:
+        while (action := self.head(rank)) is not None:
             if self.blocking and action.kind.is_transfer:
                 partner = counterpart(action)
                 peer = self.schedule.rank_of(partner.stage)
-                if self._head(peer) != partner:
+                if self.head(peer) != partner:
                     # Nobody has to be told: the peer sees this rank waiting when it comes to its own half.
                     self.waits[rank] = partner
                     return
                 halves = [(rank, action), (peer, partner)]
                 for side, half in halves if action.kind.is_send else reversed(halves):
                     self._finish(side, half)
-                self.queue.append(peer)
+                self._queue.append(peer)
                 continue
             missing = next((event for event in needs(self.schedule, action) if event not in self._done), None)
             if missing is not None:
@@ -74,13 +108,9 @@ class _Run:
                 return
             self._finish(rank, action)
 
-    def _head(self, rank: int) -> Action | None:
-        actions = self.schedule.ranks[rank]
-        return actions[self.positions[rank]] if self.positions[rank] < len(actions) else None
-
     def _finish(self, rank: int, action: Action) -> None:
         self.positions[rank] += 1
         self.order.append(action)
         for event in yields(action):
             self._done.add(event)
-            self.queue.extend(self._sleepers.pop(event, ()))
+            self._queue.extend(self._sleepers.pop(event, ()))

@@ -28,6 +28,19 @@ rank 1 (stage 1): 1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1RECV_F2 1SEND_B1 1
 """,
         )
 
+    def test_eager_one_f_one_b(self) -> None:
+        """Rank 1 takes two activations before it gives its first gradient: rank 0 sends three before it takes one."""
+        self.assertExpectedInline(
+            all_transfers(get("eager-1f1b").build(2, 4)).text(),
+            """\
+eager-1f1b: 2 stages, 4 microbatches
+forward edges: 0
+backward edges: 1
+rank 0 (stage 0): 0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0RECV_B0 0B0 0F3 0SEND_F3 0RECV_B1 0B1 0RECV_B2 0B2 0RECV_B3 0B3
+rank 1 (stage 1): 1RECV_F0 1F0 1B0 1RECV_F1 1RECV_F2 1SEND_B0 1F1 1B1 1RECV_F3 1SEND_B1 1F2 1B2 1SEND_B2 1F3 1B3 1SEND_B3
+""",  # noqa: E501
+        )
+
     def test_gpipe(self) -> None:
         self.assertExpectedInline(
             all_transfers(get("gpipe").build(2, 2)).text(),

@@ -1,4 +1,4 @@
-"""GPipe and 1F1B: their text, their properties at every size, and torch's own order."""
+"""Schedules: their text, their properties at every size, and torch's own order where it has the same."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from graphcomp.errors import PlanError, ScheduleError
 from graphcomp.schedule import (
     KNOWN,
     Action,
+    Cost,
+    EagerOneFOneB,
     GPipe,
     Kind,
     OneFOneB,
@@ -22,6 +24,7 @@ from graphcomp.schedule import (
     get,
     parse,
     peak_in_flight,
+    simulate,
     with_transfers,
 )
 
@@ -63,6 +66,17 @@ rank 3 (stage 3): 3F0 3B0 3F1 3B1
 """,
         )
 
+    def test_eager_one_f_one_b(self) -> None:
+        self.assertExpectedInline(
+            get("eager-1f1b").build(3, 6).text(),
+            """\
+eager-1f1b: 3 stages, 6 microbatches
+rank 0 (stage 0): 0F0 0F1 0F2 0F3 0F4 0B0 0F5 0B1 0B2 0B3 0B4 0B5
+rank 1 (stage 1): 1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5
+rank 2 (stage 2): 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4 2F5 2B5
+""",
+        )
+
     def test_no_microbatch(self) -> None:
         self.assertExpectedInline(
             get("1f1b").build(2, 0).text(),
@@ -87,10 +101,30 @@ def test_every_size_runs_every_microbatch_in_order(name: str) -> None:
 
 def test_microbatches_in_flight() -> None:
     for stages, microbatches in SIZES:
-        gpipe, one_f_one_b = (get(name).build(stages, microbatches) for name in ("gpipe", "1f1b"))
+        gpipe, one_f_one_b, eager = (get(n).build(stages, microbatches) for n in ("gpipe", "1f1b", "eager-1f1b"))
         assert peak_in_flight(gpipe) == (microbatches,) * stages
         bound = tuple(min(microbatches, stages - stage) for stage in range(stages))
         assert peak_in_flight(one_f_one_b) == peak_in_flight(fuse(one_f_one_b)) == bound
+        deeper = tuple(min(microbatches, 2 * (stages - 1 - stage) + 1) for stage in range(stages))
+        assert peak_in_flight(eager) == peak_in_flight(fuse(eager)) == deeper
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_last_stage_fuses_or_not(name: str) -> None:
+    for stages, microbatches in SIZES:
+        edged = with_transfers(get(name).build(stages, microbatches), range(stages - 1), range(1, stages))
+        fused = [str(action) for action in fuse(edged).ranks[-1] if action.kind is Kind.FB]
+        always = [f"{stages - 1}FB{microbatch}" for microbatch in range(microbatches)]
+        assert get(name).fuses == (fused == always) or microbatches < 2
+
+
+def test_a_slow_transfer_is_hidden_behind_the_deeper_warm_up() -> None:
+    """A forward takes 1 second, a backward 2, a transfer 1.5: with 1F1B stages wait for it at every microbatch."""
+    cost = Cost.uniform(4, forward=1.0, backward=2.0, transfer=1.5)
+    seconds = {name: simulate(get(name).build(4, 32), cost).seconds for name in ("1f1b", "eager-1f1b")}
+    fill_and_drain = 3 * 3 + 2 * 3 * 1.5  # three stages' F and B, and as many transfers either way
+    assert seconds["eager-1f1b"] == 3 * 32 + fill_and_drain
+    assert seconds["1f1b"] > seconds["eager-1f1b"] + 32
 
 
 def executed_by_torch(name: str, stage: int, stages: int, microbatches: int) -> list[Action]:
@@ -115,7 +149,7 @@ def executed_by_torch(name: str, stage: int, stages: int, microbatches: int) -> 
     return done
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", THEIRS)
 def test_order_is_what_torch_executes(name: str) -> None:
     compared = 0
     for stages, microbatches in SIZES:
@@ -128,7 +162,7 @@ def test_order_is_what_torch_executes(name: str) -> None:
     assert compared == {"gpipe": 324, "1f1b": 156}[name]
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", THEIRS)
 def test_order_is_that_of_torchs_table(name: str) -> None:
     for stages, microbatches in SIZES:
         if microbatches == 0 or (name == "1f1b" and microbatches < stages):
@@ -161,9 +195,10 @@ def test_torchs_dry_run_completes_with_our_transfers() -> None:
 
 
 def test_registry() -> None:
-    assert KNOWN == ("1f1b", "gpipe")
+    assert KNOWN == ("1f1b", "eager-1f1b", "gpipe")
     assert get("gpipe") == GPipe()
     assert get("1f1b") == OneFOneB()
+    assert get("eager-1f1b") == EagerOneFOneB()
     for name in KNOWN:
         assert get(name).name == name
 
@@ -172,7 +207,7 @@ def test_registry() -> None:
 def test_unknown_name_lists_the_known_ones(name: Any) -> None:
     with pytest.raises(PlanError, match="there is no schedule") as caught:
         get(name)
-    assert caught.value.expected == "one of 1f1b, gpipe"
+    assert caught.value.expected == "one of 1f1b, eager-1f1b, gpipe"
     assert caught.value.got == repr(name)
 
 

@@ -43,11 +43,12 @@ def test_bubble_of_equal_stages_is_the_known_fraction(name: str) -> None:
                 assert times.finish == result.seconds - 2 * rank
 
 
-def test_memory_of_the_two_schedules() -> None:
+def test_memory_of_the_schedules() -> None:
     cost = unit(4, kept_bytes=10)
     peaks = {name: simulate(get(name).build(4, 6), cost).ranks for name in KNOWN}
     assert [times.peak_bytes for times in peaks["gpipe"]] == [60, 60, 60, 60]
     assert [times.peak_bytes for times in peaks["1f1b"]] == [40, 30, 20, 10]
+    assert [times.peak_bytes for times in peaks["eager-1f1b"]] == [60, 50, 30, 10]  # at most as many as microbatches
     assert [times.peak_in_flight for times in peaks["1f1b"]] == [4, 3, 2, 1]
 
 

@@ -13,6 +13,7 @@ from graphcomp.runtime.program.executor import RankExecutor, run_virtual_ranks
 from graphcomp.runtime.program.inputs import MicrobatchInputs, StepInputs
 from graphcomp.runtime.program.instructions import WaitReceive
 from graphcomp.runtime.program.transport import VirtualNetwork, VirtualTransport
+from graphcomp.schedule.registry import KNOWN
 from tests.runtime.chain import (
     WIDTH,
     Chain,
@@ -31,7 +32,7 @@ def batches(*rows: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("microbatches", [0, 1, 2, 3, 5])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", KNOWN)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_every_schedule_equals_the_plain_loop(stages: int, name: str, microbatches: int) -> None:
     made, given = chain(stages), batches(*(2 + number for number in range(microbatches)))
@@ -50,7 +51,7 @@ def test_every_schedule_equals_the_plain_loop(stages: int, name: str, microbatch
             assert [float(value) for value in got] == [float(value) for value in wanted]
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", KNOWN)
 def test_stages_without_anything_to_train_run_no_backward(name: str) -> None:
     made, given = chain(4, trainable_from=2), batches(2, 3, 4)
     outcome, staged = run(made, name, given), staged_loop(made, given)
@@ -75,7 +76,7 @@ def test_a_microbatch_without_rows_adds_nothing() -> None:
         assert torch.equal(outcome.gradients[name], grad)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", KNOWN)
 def test_a_buffer_goes_from_microbatch_to_microbatch(name: str) -> None:
     made = chain(2, counted=True)
     outcome = run(made, name, batches(2, 2, 2))
@@ -137,7 +138,14 @@ class Watch:
         return list(results)
 
 
-@pytest.mark.parametrize(("name", "held"), [("1f1b", lambda p, s: p - s), ("gpipe", lambda p, s: 8)])
+HELD = [
+    ("1f1b", lambda p, s: p - s),
+    ("eager-1f1b", lambda p, s: 2 * (p - 1 - s) + 1),
+    ("gpipe", lambda p, s: 8),
+]
+
+
+@pytest.mark.parametrize(("name", "held"), HELD)
 def test_saved_values_live_until_their_backward_takes_them(name: str, held: object) -> None:
     stages, given = 4, batches(*[2] * 8)
     made = chain(stages)

@@ -15,7 +15,7 @@ from graphcomp.runtime.program.instructions import Free, Run
 from graphcomp.runtime.program.lifetimes import uses
 from graphcomp.runtime.program.lower import distinct, lower
 from graphcomp.runtime.program.transport import VirtualNetwork, VirtualTransport
-from graphcomp.schedule.registry import get
+from graphcomp.schedule.registry import KNOWN, get
 from tests.runtime.chain import WIDTH, callables_of, chain, programs_of, schedule_of
 
 
@@ -97,7 +97,7 @@ rank 0 of 2: stage 0, 0 microbatches
     )
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", KNOWN)
 def test_every_register_is_written_once_and_emptied_once(name: str) -> None:
     for program in programs_of(chain(4, counted=True, tied=(0, 2)), name, 5):
         lasting = {bind.register for bind in program.binds if bind.microbatch is None}

@@ -7,7 +7,7 @@ import pytest
 from graphcomp.runtime.program.order import Do, arrange, arrivals
 from graphcomp.schedule.actions import Kind, counterpart
 from graphcomp.schedule.communicate import with_transfers
-from graphcomp.schedule.registry import get
+from graphcomp.schedule.registry import KNOWN, get
 from graphcomp.schedule.schedule import Schedule
 
 
@@ -37,7 +37,7 @@ def test_what_does_not_exist_is_left_out() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", KNOWN)
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 6), (3, 5), (4, 9)])
 def test_a_witness_was_sent_after_the_send_had_arrived(name: str, stages: int, microbatches: int) -> None:
     schedule = complete(name, stages, microbatches)
