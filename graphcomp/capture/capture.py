@@ -100,7 +100,7 @@ def capture(
     check_hooks(model)
     spec, tensors = describe(batch)
     mode = new_fake_mode()
-    state = State.fake(model, mode, device)
+    state = State.fake(model, mode, device, mesh)
     leaves = {path: fake_batch_leaf(mode, leaf, path) for path, leaf in tensors.items()}
     labels, results = Labels(), _Results()
     if state.parts:

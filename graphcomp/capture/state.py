@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx import Node
 
@@ -17,7 +18,7 @@ from graphcomp.capture.functions import entry_points, item, variables
 from graphcomp.capture.labels import Labels
 from graphcomp.compat import modules as internals
 from graphcomp.compat.symbols import FakeTensorMode
-from graphcomp.compat.tensor_parallel import is_part, local_part, whole_like
+from graphcomp.compat.tensor_parallel import axis_of, local_part, over_tensor_ranks, whole_like
 from graphcomp.errors import CaptureError, StateError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
@@ -27,15 +28,19 @@ from graphcomp.ir import signature as role
 class State:
     """Parameters and buffers of a model, by original name (a tied one once), as fake tensors.
 
-    parts: those that are laid out over tensor ranks, as they are in the model.
+    parts: those that are laid out over tensor ranks, as they are in the model. mesh: the tensor ranks as the plan has
+    them; an equal mesh may have other process groups.
     """
 
     roles: tuple[role.Param | role.Buffer, ...]
     fakes: tuple[torch.Tensor, ...]
     parts: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    mesh: DeviceMesh | None = None
 
     @staticmethod
-    def fake(model: nn.Module, mode: FakeTensorMode, device: torch.device | None) -> State:
+    def fake(
+        model: nn.Module, mode: FakeTensorMode, device: torch.device | None, mesh: DeviceMesh | None = None
+    ) -> State:
         """Fakes of the model's state; tensors on meta are given the device on which they will live.
 
         A parameter whose rows are split over data ranks is whole here; of one that is laid out over tensor ranks it is
@@ -58,8 +63,8 @@ class State:
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         roles: list[role.Param | role.Buffer] = [*map(role.Param, parameters), *map(role.Buffer, buffers)]
         state = {**parameters, **buffers}
-        parts = {name: tensor for name, tensor in state.items() if is_part(tensor)}
-        return State(tuple(roles), tuple(map(fake, state.values())), parts)
+        parts = {name: tensor for name, tensor in state.items() if over_tensor_ranks(tensor) is not None}
+        return State(tuple(roles), tuple(map(fake, state.values())), parts, axis_of(mesh))
 
     def named(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         return {what.name: value for what, value in zip(self.roles, values, strict=True)}
@@ -69,7 +74,7 @@ class State:
         found = dict(named)
         for name, like in self.parts.items():
             labels.module = name.rpartition(".")[0]
-            found[name] = whole_like(named[name], like)
+            found[name] = whole_like(named[name], like, self.mesh)
         labels.module = None
         return found
 

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
+from graphcomp.compat.blocks import Block
 from graphcomp.errors import CheckpointError
 
-Read = Callable[[str, slice | None], torch.Tensor]
+Read = Callable[[str, Block | None], torch.Tensor]
 Rename = Callable[[str], str] | None
 
 
 @dataclass(frozen=True)
 class Source:
-    """Tensors by name. read(name, rows): all of one, or these of its rows. extra_state: what modules keep besides."""
+    """Tensors by name. read(name, block): all of one, or this part. extra_state: what modules keep besides."""
 
     shapes: Mapping[str, tuple[int, ...]]
     read: Read
@@ -45,9 +46,9 @@ class Weights:
                     raise CheckpointError(f"'{own}' comes twice", where=f"{found[own][0]} and {file}")
                 found[own] = (file, name, source)
 
-        def read(name: str, rows: slice | None) -> torch.Tensor:
+        def read(name: str, block: Block | None) -> torch.Tensor:
             _, own, source = found[name]
-            return source.read(own, rows)
+            return source.read(own, block)
 
         return Source({name: source.shapes[own] for name, (_, own, source) in found.items()}, read)
 
@@ -117,13 +118,14 @@ def _open_safetensors(file: Path, stack: ExitStack) -> Source:
     slices = {name: opened.get_slice(name) for name in names}
     shapes = {name: tuple(one.get_shape()) for name, one in slices.items()}
 
-    def read(name: str, rows: slice | None) -> torch.Tensor:
-        if rows is None:
+    def read(name: str, block: Block | None) -> torch.Tensor:
+        if not block:
             whole: torch.Tensor = opened.get_tensor(name)
             return whole
-        if rows.start >= rows.stop:
-            return torch.empty((0, *shapes[name][1:]))
-        part: torch.Tensor = slices[name][rows]
+        sizes = [one.stop - one.start for one in block]
+        if not all(sizes):  # which the file cannot be asked for
+            return torch.empty(sizes)
+        part: torch.Tensor = slices[name][block]
         return part
 
     return Source(shapes, read)
@@ -143,8 +145,8 @@ def _open_torch(file: Path) -> Source:
         )
     tensors: Mapping[str, torch.Tensor] = state
 
-    def read(name: str, rows: slice | None) -> torch.Tensor:
-        return tensors[name] if rows is None else tensors[name][rows]
+    def read(name: str, block: Block | None) -> torch.Tensor:
+        return tensors[name] if block is None else tensors[name][block]
 
     return Source({name: tuple(tensor.shape) for name, tensor in tensors.items()}, read)
 

@@ -8,13 +8,12 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from graphcomp.checkpoint.entries import Entries, Entry, entries, is_extra_state, set_extra_state
 from graphcomp.checkpoint.files import Source, open_weights
+from graphcomp.compat.blocks import Block, Placed, block_of, placed_as
 from graphcomp.compat.sharded import local_rows
-from graphcomp.compat.tensor_parallel import is_part, placed
 from graphcomp.errors import CheckpointError
 from graphcomp.runtime.state.initial import Initialiser
 from graphcomp.runtime.state.slots import is_on_meta
@@ -65,11 +64,11 @@ def load_weights(
 def load_state_dict(step: CompiledStep, state: Mapping[str, Any], strict: bool) -> Differences:
     """From a dict: of whole tensors, or of those that this rank has in its own `state_dict()`."""
 
-    def read(key: str, rows: slice | None) -> torch.Tensor:
+    def read(key: str, block: Block | None) -> torch.Tensor:
         value = state[key]
         if isinstance(value, DTensor):
             return local_rows(value)
-        return value.detach() if rows is None else value.detach()[rows]
+        return value.detach() if block is None else value.detach()[block]
 
     tensors = {key: value for key, value in state.items() if not is_extra_state(key)}
     extra_state = {key: value for key, value in state.items() if is_extra_state(key)}
@@ -80,9 +79,9 @@ def load_state_dict(step: CompiledStep, state: Mapping[str, Any], strict: bool) 
             raise CheckpointError(f"'{wrong[0]}' of the state dict is no tensor", got=type(state[wrong[0]]).__name__)
         holding = step.engine.preparation.holding
         for one in entries(step).owned:
-            split = isinstance(one.tensor, DTensor) or (is_on_meta(one.tensor) and holding.rows(one.name, one.tensor))
+            placed = (holding.placed if is_on_meta(one.tensor) else placed_as)(one.tensor)
             for key in one.keys:
-                _check_placement(key, state.get(key), holding.mesh if split else None)
+                _check_placement(key, state.get(key), placed)
         return Source({key: tuple(value.shape) for key, value in tensors.items()}, read, extra_state)
 
     return fill(step, look, None, strict, every=False)
@@ -94,7 +93,6 @@ def fill(
     """Read what this rank owns from a source. every: the source has to have what other ranks own, too."""
 
     def prepare() -> tuple[Source, Match, Callable[[], None]]:
-        _check_whole(entries(step))
         source = look()
         found = match(entries(step), source.shapes, source.extra_state, strict, every)
         return source, found, step.engine.preparation.memory([one.name for one, _ in found.read], init)
@@ -105,29 +103,13 @@ def fill(
         give_memory()
         with torch.no_grad():
             for one, key in _placed(step, found.read):
-                rows = (
-                    step.engine.preparation.holding.rows(one.name, one.tensor)
-                    if isinstance(one.tensor, DTensor)
-                    else None
-                )
-                local_rows(one.tensor).copy_(source.read(key, rows))
+                local_rows(one.tensor).copy_(source.read(key, block_of(one.tensor)))
         known = entries(step).extra_state
         set_extra_state(step.model, {key: value for key, value in source.extra_state.items() if key in known})
         step.engine.state.refresh()
 
     step.together("loading weights", work)
     return found.differences
-
-
-def _check_whole(held: Entries) -> None:
-    """Raise CheckpointError for a model that is laid out over tensor ranks: nothing here knows its parts."""
-    part = next((one for one in held.tensors if is_part(one.tensor)), None)
-    if part is not None:
-        raise CheckpointError(
-            f"'{part.name}' is laid out over tensor ranks, and whole weights are not cut up for them here",
-            got=f"a DTensor {placed(part.tensor)}",
-            do="load them into the whole model, before parallelize_module; or use checkpoint.load, which reads parts",
-        )
 
 
 def _placed(step: CompiledStep, read: Iterable[tuple[Entry, str]]) -> list[tuple[Entry, str]]:
@@ -171,12 +153,14 @@ def match(
     return Match(tuple(read), Differences(missing, unexpected))
 
 
-def _check_placement(key: str, value: object, mesh: DeviceMesh | None) -> None:
-    """A DTensor is taken if it is split as the model's is, over `mesh`; a whole tensor always."""
-    if isinstance(value, DTensor) and (value.device_mesh, value.placements) != (mesh, (Shard(0),)):
+def _check_placement(key: str, value: object, placed: Placed | None) -> None:
+    """A DTensor is taken if it is laid out as the model's is; a whole tensor always."""
+    if isinstance(value, DTensor) and placed_as(value) != placed:
         raise CheckpointError(
-            f"'{key}' of the state dict is sharded otherwise than the model's",
-            expected="a whole tensor" if mesh is None else f"a whole tensor, or rows split over {mesh}",
+            f"'{key}' of the state dict is laid out otherwise than the model's",
+            expected="a whole tensor"
+            if placed is None
+            else f"a whole tensor, or a DTensor {placed.placements} over {placed.mesh}",
             got=f"a DTensor {value.placements} over {value.device_mesh}",
             do="pass full_tensor(), or save and load with graphcomp.checkpoint, which redistributes",
         )

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _other_types
 from torch.utils._pytree import tree_leaves
 
+from graphcomp.compat.blocks import block_of, placed_as, rows_over
 from graphcomp.errors import StateError
 
 FIELDS = ("_local_tensor", "_spec")
@@ -109,16 +110,21 @@ class ShardedParameter(SlotlessDTensor):
 def shard_in_place(
     parameter: nn.Parameter, local: torch.Tensor, mesh: DeviceMesh, gradient: torch.Tensor | None
 ) -> None:
-    """Make a parameter a `Shard(0)` DTensor over a mesh of one axis; it stays the same object.
+    """Split a parameter's rows over a mesh of one axis; of one that is laid out over tensor ranks, those of each part.
+    It stays the same object.
 
     local, gradient: this rank's rows. The parameter must be swappable, or torch raises a RuntimeError.
     """
-    spec = _dtensor(local, parameter, mesh, [Shard(0)])._spec
-    new = torch.Tensor._dtensor__new__(SlotlessDTensor, local, spec, requires_grad=parameter.requires_grad)
+    placed = rows_over(mesh, placed_as(parameter))
+    spec = _dtensor(local, parameter, placed.mesh, placed.placements)._spec
+    kind = DTensor if isinstance(parameter, DTensor) else SlotlessDTensor
+    new = torch.Tensor._dtensor__new__(kind, local, spec, requires_grad=parameter.requires_grad)
     if gradient is not None:
         new.grad = DTensor(gradient, spec, requires_grad=False)
     vars(new).update(vars(parameter), _is_param=True)
     torch.utils.swap_tensors(parameter, new)
+    if kind is DTensor:
+        return
     parameter.__class__ = ShardedParameter  # type: ignore[assignment]
     for types in (_optimizer_types, _other_types):  # as DTensor itself does, or optimizers go one by one on CUDA
         if ShardedParameter not in types:
@@ -138,14 +144,11 @@ def sharded_like(local: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def rows_like(target: Any, source: Any) -> Any:
-    """This rank's rows of a whole tensor of the target's shape, as a DTensor like it; anything else as it is."""
+    """This rank's block of a whole tensor of the target's shape, as a DTensor like it; anything else as it is."""
     whole = isinstance(source, torch.Tensor) and not isinstance(source, DTensor) and source.shape == target.shape
-    if not whole or target.placements != (Shard(0),):
+    if not whole:
         return source
-    chunk = -(-target.shape[0] // target.device_mesh.size())
-    start = min(target.device_mesh.get_local_rank() * chunk, target.shape[0])
-    rows = source.detach()[start : start + target._local_tensor.shape[0]]
-    return _dtensor(rows, target, target.device_mesh, target.placements)
+    return _dtensor(source.detach()[block_of(target)], target, target.device_mesh, target.placements)
 
 
 def hindrance(parameter: torch.Tensor) -> str | None:

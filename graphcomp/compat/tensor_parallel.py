@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._collective_utils import pad_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel.loss import customized_loss_ops
+
+from graphcomp.compat.blocks import Placed, along
 
 AXIS = "tp"
 
@@ -24,22 +27,47 @@ def is_part(tensor: object) -> bool:
     return isinstance(tensor, DTensor) and tensor.device_mesh.mesh_dim_names == (AXIS,)
 
 
+def over_tensor_ranks(tensor: torch.Tensor) -> Placed | None:
+    """How a tensor is laid over the tensor ranks, whatever data ranks hold of each part; None for a plain one."""
+    return along(tensor, AXIS)
+
+
+def part_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of this tensor rank's part, whole over data ranks; of what is not laid out, its own."""
+    found = over_tensor_ranks(tensor)
+    block = None if found is None else found.block(tensor.shape)
+    return tuple(tensor.shape) if block is None else tuple(one.stop - one.start for one in block)
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What programs take in the place of a parameter or buffer: the part that this rank holds, or the tensor itself."""
-    return tensor._local_tensor if is_part(tensor) else tensor  # type: ignore[attr-defined]
+    """What programs take in the place of a parameter or buffer: the part that this tensor rank holds, or the tensor
+    itself. On meta if data ranks hold rows of the part."""
+    if is_part(tensor):
+        return tensor._local_tensor  # type: ignore[attr-defined]
+    if over_tensor_ranks(tensor) is None:
+        return tensor
+    return torch.empty(part_shape(tensor), dtype=tensor.dtype, device="meta")
 
 
 def placed(tensor: torch.Tensor) -> str:
     """How a tensor is laid over the tensor ranks; empty for a plain one."""
-    return str(tensor.placements) if is_part(tensor) else ""  # type: ignore[attr-defined]
+    found = over_tensor_ranks(tensor)
+    return "" if found is None else str(found.placements)
 
 
-def whole_like(local: torch.Tensor, like: Any) -> DTensor:
-    """A DTensor made of this rank's part, laid out like another. Differentiable: the gradient of the part is the part
-    of the gradient."""
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+def axis_of(mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """The tensor ranks of a mesh, as a mesh of one axis; None if it has none."""
+    return mesh[AXIS] if mesh is not None and AXIS in (mesh.mesh_dim_names or ()) else None
+
+
+def whole_like(local: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh | None = None) -> DTensor:
+    """A DTensor made of this rank's part, laid over tensor ranks like another. Differentiable: the gradient of the part
+    is the part of the gradient. mesh: an equal one to take in the place of its own."""
+    found = over_tensor_ranks(like)
+    if found is None:
+        raise TypeError("expected a tensor that is laid out over tensor ranks")
+    mesh = found.mesh if mesh is None else mesh
+    return DTensor.from_local(local, mesh, found.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def whole(value: Any) -> Any:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
+from graphcomp.compat.blocks import Block, Placed, is_whole, placed_as, rows_over
 from graphcomp.compat.modules import has_hooks, own_buffers
-from graphcomp.compat.sharded import hindrance, recurrent_lists_renewed, shard_in_place
-from graphcomp.dataparallel.spec import Shards, Spec
+from graphcomp.compat.sharded import hindrance, local_rows, recurrent_lists_renewed, shard_in_place, sharded_like
+from graphcomp.compat.tensor_parallel import over_tensor_ranks
 from graphcomp.errors import StateError
 from graphcomp.runtime.state.initial import Initial, Recipe
 from graphcomp.runtime.state.slots import Slot, is_on_meta, slots_of
@@ -19,36 +21,37 @@ from graphcomp.runtime.state.slots import Slot, is_on_meta, slots_of
 
 @dataclass(frozen=True)
 class Holding:
-    """Which part of a tensor a rank keeps. mesh: its rows are split over it; None: every rank keeps the whole."""
+    """Which part of a tensor a rank keeps: its block of one that is laid out over ranks; of that block, or of a whole
+    parameter, some rows, if there is a `mesh` to split them over; else the whole."""
 
     device: torch.device
     mesh: DeviceMesh | None = None
 
-    def shards(self, name: str, tensor: torch.Tensor) -> Shards | None:
-        """How a tensor is split; None for a buffer, a number, and where nothing is split."""
+    def placed(self, tensor: torch.Tensor) -> Placed | None:
+        """How a tensor is to be laid over ranks; None: every rank keeps the whole."""
+        found = placed_as(tensor)
         if self.mesh is None or not isinstance(tensor, nn.Parameter) or not tensor.dim():
-            return None
-        return Shards(Spec(name, tuple(tensor.shape), tensor.dtype, self.device.type), self.mesh.size())
+            return found
+        return rows_over(self.mesh, found) if found == over_tensor_ranks(tensor) else found
 
-    def rows(self, name: str, tensor: torch.Tensor) -> slice | None:
-        """Of the first dimension; None: all that there is."""
-        of = self.shards(name, tensor)
-        if of is None or self.mesh is None:
-            return None
-        begin = min(self.mesh.get_local_rank() * of.chunk, of.rows)
-        return slice(begin, begin + of.rows_of(self.mesh.get_local_rank()))
+    def block(self, tensor: torch.Tensor) -> Block | None:
+        """What this rank keeps; None: all that there is."""
+        found = self.placed(tensor)
+        block = None if found is None else found.block(tensor.shape)
+        return None if block is None or is_whole(block, tensor.shape) else block
 
-    def empty(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def empty(self, tensor: torch.Tensor) -> torch.Tensor:
         """Memory for this rank's part of a tensor."""
-        rows = self.rows(name, tensor)
-        if rows is None:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
-        return torch.empty((rows.stop - rows.start, *tensor.shape[1:]), dtype=tensor.dtype, device=self.device)
+        form = local_rows(tensor)
+        if self.placed(tensor) == placed_as(tensor):
+            return torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=self.device)
+        block = self.block(tensor) or [slice(0, size) for size in tensor.shape]
+        return torch.empty([one.stop - one.start for one in block], dtype=form.dtype, device=self.device)
 
-    def part(self, name: str, tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    def part(self, tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of the values of a tensor, with memory of its own if it is not the whole."""
-        rows = self.rows(name, tensor)
-        return whole if rows is None else whole[rows].clone(memory_format=torch.contiguous_format)
+        block = self.block(tensor)
+        return whole if block is None else self.empty(tensor).copy_(whole[block])
 
 
 def on_meta(model: nn.Module) -> dict[str, Slot]:
@@ -61,16 +64,16 @@ def check_places(model: nn.Module, holding: Holding) -> None:
     with recurrent_lists_renewed(model):
         for slot in on_meta(model).values():
             if isinstance(slot.tensor, nn.Parameter):
-                _check_place(slot, holding.shards(slot.name, slot.tensor) is not None)
+                _check_place(slot, holding.placed(slot.tensor) != placed_as(slot.tensor))
 
 
 def _check_place(slot: Slot, split: bool) -> None:
     tensor = slot.tensor
-    if type(tensor) is not nn.Parameter:
+    if type(tensor) not in (nn.Parameter, DTensor):
         got, do = f"it is of class {type(tensor).__name__}", "use a plain torch.nn.Parameter"
     elif has_hooks(tensor):
         got, do = "it has a gradient hook", "remove the hook and change .grad after the step"
-    elif split and not tensor.is_contiguous():
+    elif split and not local_rows(tensor).is_contiguous():
         got, do = f"it has strides {tensor.stride()}", "make it contiguous before"
     elif (used := hindrance(tensor)) is not None:
         got, do = f"it is in use: {used}", "let go of what was computed with it, and of weak references"
@@ -92,7 +95,7 @@ def initialisation(
     initial = Initial(model, recipe, holding.device, needed)
 
     def part(name: str, whole: torch.Tensor) -> torch.Tensor:
-        return holding.part(name, slots[name].tensor, whole)
+        return holding.part(slots[name].tensor, whole)
 
     return lambda: place(model, initial.values(names, part), holding)
 
@@ -101,7 +104,7 @@ def allocation(model: nn.Module, names: Collection[str], holding: Holding) -> Ca
     """What gives these of the tensors on meta memory without values. Raises StateError if that cannot be done."""
     check_places(model, holding)
     slots = on_meta(model)
-    return lambda: place(model, {name: holding.empty(name, slots[name].tensor) for name in names}, holding)
+    return lambda: place(model, {name: holding.empty(slots[name].tensor) for name in names}, holding)
 
 
 def place(model: nn.Module, values: Mapping[str, torch.Tensor], holding: Holding) -> None:
@@ -114,13 +117,16 @@ def place(model: nn.Module, values: Mapping[str, torch.Tensor], holding: Holding
     with recurrent_lists_renewed(model), torch.no_grad():
         for name, value in values.items():
             tensor = slots[name].tensor
-            if not isinstance(tensor, nn.Parameter):
-                for module in model.modules():
-                    table = own_buffers(module)
-                    table.update({key: value for key, one in table.items() if one is tensor})
-            elif holding.mesh is not None and tensor.dim():
+            split = holding.placed(tensor) != placed_as(tensor)
+            if split and holding.mesh is not None and isinstance(tensor, nn.Parameter):
                 shard_in_place(tensor, value, holding.mesh, None)
-            else:
-                new = nn.Parameter(value, tensor.requires_grad)
+                continue
+            new = sharded_like(value, tensor) if isinstance(tensor, DTensor) else value
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, tensor.requires_grad)
                 vars(new).update(vars(tensor))
                 torch.utils.swap_tensors(tensor, new)
+            else:
+                for module in model.modules():
+                    table = own_buffers(module)
+                    table.update({key: new for key, one in table.items() if one is tensor})

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from graphcomp.compat.modules import own_buffers, own_parameters
 
@@ -53,8 +54,8 @@ def further_places(model: nn.Module, slots: list[Slot]) -> list[tuple[dict[str, 
 
 
 def stand_in(tensor: torch.Tensor, anew: bool = False) -> torch.Tensor:
-    """The tensor itself if it is on meta; otherwise, or if it is to be another, one of its form that is."""
-    if is_on_meta(tensor) and not anew:
+    """The tensor itself if it is plain and on meta; otherwise, or if it is to be another, one of its form that is."""
+    if is_on_meta(tensor) and not anew and not isinstance(tensor, DTensor):
         return tensor
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made

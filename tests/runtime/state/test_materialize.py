@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
+from graphcomp.compat.blocks import block_of
+from graphcomp.compat.tensor_parallel import forget_meshes
 from graphcomp.errors import StateError
 from graphcomp.runtime.state.initial import Recipe
 from graphcomp.runtime.state.materialize import Holding, allocation, check_places, initialisation, on_meta
 from tests.checkpoint.model import WIDTH, Decoder, meta_decoder
+from tests.collectives.fake import fake_mesh
 from tests.runtime.sharded import alone, full
 
 CPU = Holding(torch.device("cpu"))
@@ -87,15 +90,100 @@ def test_rows_are_those_of_chunk(ranks: int) -> None:
     whole = nn.Parameter(torch.arange(14.0).view(7, 2))
     chunks = whole.detach().chunk(ranks)
     for rank in range(ranks):
-        mesh: Any = SimpleNamespace(size=lambda: ranks, get_local_rank=lambda rank=rank: rank)
-        holding = Holding(torch.device("cpu"), mesh)
-        expected = chunks[rank] if rank < len(chunks) else whole.detach()[:0]
-        part = holding.part("w", whole, whole.detach())
-        assert torch.equal(part, expected)
-        assert part.data_ptr() != whole.data_ptr() or ranks == 0
-        assert holding.empty("w", whole).shape == expected.shape
-        number = nn.Parameter(torch.tensor(1.0))
-        assert holding.part("n", number, number) is number
+        with fake_mesh(rank, dp=ranks) as mesh:
+            holding = Holding(torch.device("cpu"), mesh["dp"])
+            expected = chunks[rank] if rank < len(chunks) else whole.detach()[:0]
+            part = holding.part(whole, whole.detach())
+            assert torch.equal(part, expected)
+            assert (part.data_ptr() != whole.data_ptr()) == (ranks > 1)
+            assert holding.empty(whole).shape == expected.shape
+            number = nn.Parameter(torch.tensor(1.0))
+            assert holding.part(number, number) is number
+
+
+class Head(nn.Module):
+    """Uneven sizes, and layers of each kind that `parallelize_module` knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.plain = nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+        self.up, self.down = nn.Linear(4, 9), nn.Linear(9, 4, bias=False)
+        self.register_buffer("ramp", torch.empty(4))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.ramp.copy_(torch.arange(4.0))
+
+
+STYLES = {"embed": RowwiseParallel(), "norm": SequenceParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def head() -> Head:
+    with torch.device("meta"):
+        return Head()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_parts_of_tensor_ranks_make_up_the_whole(ranks: int) -> None:
+    whole = head()
+    initialise(whole)
+    state = whole.state_dict()
+    for rank in range(ranks):
+        forget_meshes()
+        with fake_mesh(rank, tp=ranks) as mesh:
+            model = parallelize_module(head(), mesh["tp"], STYLES)
+            distribute_module(model.plain, mesh["tp"])
+            objects = dict(model.named_parameters())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            initialise(model)
+            assert not on_meta(model)
+            assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, objects.values()))
+            for name, tensor in model.state_dict().items():
+                found = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                assert isinstance(tensor, DTensor) == (name != "ramp")
+                assert torch.equal(found, state[name][block_of(tensor) or ...]), name
+                if isinstance(tensor, DTensor):
+                    assert found.is_contiguous() and tensor.shape == state[name].shape
+    forget_meshes()
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_rows_of_parts(empty: bool) -> None:
+    """Over two data ranks and two tensor ranks: 2-D DTensors, and the plain ones over data ranks."""
+    whole = head()
+    initialise(whole)
+    state = whole.state_dict()
+    for rank in range(4):
+        forget_meshes()
+        with fake_mesh(rank, dp=2, tp=2) as mesh:
+            model = parallelize_module(head(), mesh["tp"], STYLES)
+            objects = list(map(id, model.parameters()))
+            holding = Holding(torch.device("cpu"), mesh["dp"])
+            if empty:
+                allocation(model, list(on_meta(model)), holding)()
+            else:
+                initialise(model, holding)
+            assert not on_meta(model) and objects == list(map(id, model.parameters()))
+            for name, parameter in model.named_parameters():
+                names = ("dp",) if name.startswith("plain") else ("dp", "tp")
+                assert parameter.device_mesh.mesh_dim_names == names, name
+                expected = state[name][block_of(parameter)]
+                assert parameter.to_local().shape == expected.shape
+                assert empty or torch.equal(parameter.to_local(), expected), name
+    forget_meshes()
+
+
+def test_a_buffer_of_tensor_ranks() -> None:
+    forget_meshes()
+    with fake_mesh(rank=1, tp=2) as mesh, torch.device("meta"):
+        model = nn.BatchNorm1d(4)
+        distribute_module(model, mesh["tp"], lambda _, module, tp: shard_buffer(module, tp))
+        initialise(model)
+        assert isinstance(model.running_var, DTensor) and model.running_var.to_local().tolist() == [1.0, 1.0]
+
+
+def shard_buffer(module: nn.Module, mesh: Any) -> None:
+    module.register_buffer("running_var", distribute_tensor(module.running_var, mesh, [Shard(0)]))
 
 
 def test_memory_without_values() -> None:
@@ -133,7 +221,6 @@ def test_rows_of_a_transposed_parameter_are_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 3)
         model.weight = nn.Parameter(torch.empty(2, 3).t())
-    mesh: Any = SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 0)
     check_places(model, CPU)
-    with pytest.raises(StateError, match="it has strides"):
-        check_places(model, Holding(torch.device("cpu"), mesh))
+    with fake_mesh(dp=2) as mesh, pytest.raises(StateError, match="it has strides"):
+        check_places(model, Holding(torch.device("cpu"), mesh["dp"]))
