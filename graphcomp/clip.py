@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from graphcomp.compat.sharded import local_rows
-from graphcomp.compat.tensor_parallel import is_part
+from graphcomp.compat.tensor_parallel import AXIS
 from graphcomp.errors import PlanError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def clip_grad_norm_(step: CompiledStep, max_norm: float, norm_type: float = 2.0)
 def _clip(step: CompiledStep, max_norm: float, norm_type: float) -> torch.Tensor:
     # What is whole is the same on all ranks along an axis: the first one counts it.
     firsts = {axis for axis, rank in (("data", step.layout.data_rank), ("tp", step.layout.tensor_rank)) if rank == 0}
-    counted = [one for one in _held(step.counted_parameters()) if firsts | {one.split_over} >= {"data", "tp"}]
+    counted = [one for one in _held(step.counted_parameters()) if firsts | one.split_over >= {"data", "tp"}]
     own = [one.grad for one in counted if one.grad.numel()]  # no rows have no largest element
     norm = get_total_norm(own, norm_type).to(step.layout.device)
     layout = step.layout
@@ -68,11 +68,11 @@ def _combined(power: torch.Tensor, group: dist.ProcessGroup, norm_type: float) -
 
 @dataclass(frozen=True)
 class _Held:
-    """A gradient as this rank has it in memory, and the axis along which other ranks have other parts of it, if any:
-    "tp", or "data" for data ranks."""
+    """A gradient as this rank has it in memory, and the axes along which other ranks have other parts of it: "tp", and
+    "data" for data ranks."""
 
     grad: torch.Tensor
-    split_over: str | None
+    split_over: frozenset[str]
 
 
 def _held(parameters: Iterable[torch.Tensor]) -> list[_Held]:
@@ -80,7 +80,8 @@ def _held(parameters: Iterable[torch.Tensor]) -> list[_Held]:
     return [_Held(local_rows(gradient), _split_over(gradient)) for gradient in gradients]
 
 
-def _split_over(gradient: torch.Tensor) -> str | None:
-    if not isinstance(gradient, DTensor) or all(placement.is_replicate() for placement in gradient.placements):
-        return None
-    return "tp" if is_part(gradient) else "data"
+def _split_over(gradient: torch.Tensor) -> frozenset[str]:
+    if not isinstance(gradient, DTensor):
+        return frozenset()
+    axes = zip(gradient.device_mesh.mesh_dim_names or (), gradient.placements, strict=True)
+    return frozenset(AXIS if axis == AXIS else "data" for axis, one in axes if not one.is_replicate())

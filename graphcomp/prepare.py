@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from graphcomp.compat.tensor_parallel import local_part, placed
+from graphcomp.compat.tensor_parallel import part_shape, placed
 from graphcomp.compiler import GraphCompiler, RankPrograms, Specialisation
 from graphcomp.dataparallel.contribution import Contribution, combine, contribution
 from graphcomp.dataparallel.spec import Shards, Spec
@@ -149,7 +149,8 @@ class Preparation:
         if self.layout.tensor is not None and not self._begun:
             where = f"data rank {self.layout.data_rank}, stage {self.layout.rank}"
             self.agreement.alike({where: values_text(self.compiler.model)})
-        self.agreement.alike({f"parameters of stage {self.layout.rank}": to_shard})
+        place = f"stage {self.layout.rank}, tensor rank {self.layout.tensor_rank}"
+        self.agreement.alike({f"parameters of {place}": to_shard})
         for theirs, _ in shared[self.layout.data_rank if len(shared) > 1 else 0]:
             for number, one in one_of_each.items():
                 self.compiler.add_conditions(one, theirs[number])
@@ -327,7 +328,7 @@ class Preparation:
             return None
         plan, ranks = self.compiler.plan, self.layout.data_ranks
         specs = {
-            name: Spec(name, tuple(local_part(parameter).shape), parameter.dtype, self.layout.device.type)
+            name: Spec(name, part_shape(parameter), parameter.dtype, self.layout.device.type)
             for name, parameter in self.compiler.model.named_parameters()
         }
         sharded = {n: Shards(spec, ranks) for n, spec in specs.items() if plan.parameters == "shard" and spec.shape}

@@ -125,10 +125,10 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
         " testing.run_virtual",
     ),
     (
-        {"mesh": Mesh((1, 2), ("pp", "tp")), "parameters": "shard"},
-        "parameters are not sharded over data ranks and laid out over tensor ranks at once\n"
-        "  expected: parameters='replicate', or a mesh without the axis 'tp'\n  got: parameters='shard', tp=2\n"
-        "  what to do: see docs/limits.md",
+        {"mesh": Mesh((2, 2, 2), ("dp", "cp", "tp")), "parameters": "shard"},
+        "parameters are not sharded over data ranks and context ranks and laid out over tensor ranks at once\n"
+        "  expected: parameters='replicate', or a mesh with two of the axes 'dp', 'cp' and 'tp'\n"
+        "  got: parameters='shard', dp=2, cp=2, tp=2\n  what to do: see docs/limits.md",
     ),
     (
         {"mesh": Mesh((2,), ("pp",))},

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from graphcomp.capture import Joint
 from graphcomp.compat.sharded import local_rows, rows_like
-from graphcomp.compat.tensor_parallel import is_part, parts
+from graphcomp.compat.tensor_parallel import over_tensor_ranks, parts
 from graphcomp.compiler import GraphCompiler
 from graphcomp.errors import ParityError, PlanError, StepError
 from graphcomp.ir import signature as role
@@ -95,7 +95,7 @@ def check_parity(
             expected="data_ranks only where there is no mesh and no step",
             do="leave `data_ranks` out; every rank gives its own microbatches",
         )
-    part = next((name for name, tensor in parts(model).items() if is_part(tensor)), None)
+    part = next((name for name, tensor in parts(model).items() if over_tensor_ranks(tensor)), None)
     if part is not None:
         raise PlanError(
             "a model that is laid out over tensor ranks has no eager reference in one process",

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from expecttest import TestCase
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -23,13 +23,14 @@ from torch.distributed.tensor.parallel import (
 import graphcomp as gc
 from graphcomp.capture import capture
 from graphcomp.capture.guards import ModelGuard
+from graphcomp.compat.tensor_parallel import forget_meshes
 from graphcomp.compiler import joint_passes
-from graphcomp.errors import CaptureError, GraphcompError, LossError, PlanError
+from graphcomp.errors import CaptureError, GraphcompError, LossError
+from graphcomp.ir import signature as role
 from graphcomp.ir.collective_calls import axis_of, is_start
 from graphcomp.ir.printer import print_program
 from graphcomp.ir.program import Program
 from graphcomp.passes.manager import PassManager
-from graphcomp.runtime.ranks.tensor_ranks import check_parts
 from graphcomp.testing import check_parity, run_virtual
 from tests.collectives.fake import fake_mesh
 
@@ -163,24 +164,6 @@ def test_token_loss_has_no_options_over_parts_of_the_classes() -> None:
         assert caught.value.got == "label_smoothing"
 
 
-def refusal(model: nn.Module, plan: gc.Plan) -> PlanError:
-    with pytest.raises(PlanError) as caught:
-        check_parts(plan, model)
-    return caught.value
-
-
-def test_dtensors_that_a_plan_cannot_use() -> None:
-    with fake_mesh(dp=2, tp=2) as mesh:
-        model = laid_out(mesh["tp"])
-        plan = gc.Plan(mesh=mesh, quiet=True)
-        check_parts(plan, model)
-        found = refusal(model, gc.Plan(quiet=True))
-        assert found.what == "'up.weight' is laid out over the axis 'tp' of a mesh that is not the plan's"
-        other = distribute_module(MLP(), mesh["dp"])
-        assert refusal(other, plan).what == "'up.weight' is laid out over another mesh than the plan's axis 'tp'"
-        assert str(refusal(distribute_module(MLP(), mesh), plan).got).startswith("(Replicate(), Replicate()) over")
-
-
 def test_tools_that_need_the_whole_model_in_one_process() -> None:
     with fake_mesh(tp=2) as mesh:
         model = laid_out(mesh["tp"])
@@ -200,6 +183,28 @@ def test_a_parameter_that_becomes_a_dtensor_is_noticed() -> None:
         assert guard.difference(before, guard.key()) == [
             "parameter 'down.weight' was a plain tensor and is (Replicate(),)",
         ]
+
+
+class Dropped(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.dropout(self.up(x), 0.5))
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_tensor_ranks_draw_the_same_numbers(local: bool) -> None:
+    """Also for parts: one program, character by character, and the seed is an input that they share."""
+    texts = set()
+    for rank in (0, 1):
+        forget_meshes()
+        with fake_mesh(rank, tp=2) as mesh:
+            up = ColwiseParallel(use_local_output=local)
+            model = parallelize_module(Dropped(), mesh["tp"], {"up": up, "down": RowwiseParallel()})
+            program = program_of(model, squares, torch.ones(6, 4), mesh)
+            assert role.Seed() in program.inputs
+            texts.add(print_program(program))
+    forget_meshes()
+    (text,) = texts
+    assert "f32[s0, 3]" in text
 
 
 class Normed(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -78,7 +79,9 @@ def build(blocks: int = 2) -> GPT:
     return GPT(blocks).double()
 
 
-def laid_out(mesh: DeviceMesh, sequence: bool, classes: bool, blocks: int = 2) -> GPT:
+def laid_out(
+    mesh: DeviceMesh, sequence: bool, classes: bool, blocks: int = 2, make: Callable[[int], GPT] = build
+) -> GPT:
     """sequence: activations between the layers are in parts of the sequence. classes: logits stay in parts."""
     between = Shard(1) if sequence else Replicate()
     inside = (
@@ -95,7 +98,7 @@ def laid_out(mesh: DeviceMesh, sequence: bool, classes: bool, blocks: int = 2) -
     if sequence:
         outside |= {"embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))}
         outside |= {"norm": SequenceParallel()}
-    model = parallelize_module(build(blocks), mesh, outside)
+    model = parallelize_module(make(blocks), mesh, outside)
     for block in model.blocks:
         columns = {name: ColwiseParallel() for name in ("attn.q", "attn.k", "attn.v", "mlp.up")}
         rows = {name: RowwiseParallel(output_layouts=between) for name in ("attn.o", "mlp.down")}
@@ -143,23 +146,34 @@ def reference(blocks: int) -> list[tuple[float, float, dict[str, Tensor]]]:
     return train(model, step)
 
 
-def run(rank: int, axes: dict[str, int], sequence: bool, classes: bool, blocks: int = 2, backend: Any = "eager") -> Any:
+def run(
+    rank: int,
+    axes: dict[str, int],
+    sequence: bool,
+    classes: bool,
+    blocks: int = 2,
+    backend: Any = "eager",
+    parameters: Sequence[Any] = ("replicate",),
+) -> Any:
+    """parameters: how data ranks hold them, in the first step and in the next."""
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     model = laid_out(mesh["tp"], sequence, classes, blocks)
-    plan = gc.Plan(mesh=mesh, backend=backend, quiet=True, deadline=60.0)
-    compiled = gc.compile_train_step(model, loss_fn, plan=plan)
+    plans = [gc.Plan(mesh=mesh, backend=backend, parameters=one, quiet=True, deadline=60.0) for one in parameters]
+    steps = [gc.compile_train_step(model, loss_fn, plan=plan) for plan in plans]
+    left = iter([steps[0], steps[-1]])
     numbers = range(len(SHAPES)) if "dp" not in axes else [mesh.get_local_rank("dp")]
 
     def step() -> Any:
+        compiled = next(left)
         loss = compiled([batch_of(number) for number in numbers]).loss.item()
         return loss, gc.clip_grad_norm_(compiled, 0.5).item(), compiled.named_parameters
 
     found = train(model, step)
-    for name, parameter in compiled.named_parameters():
+    for name, parameter in steps[-1].named_parameters():
         assert isinstance(parameter, DTensor) == isinstance(parameter.grad, DTensor), name
         if isinstance(parameter, DTensor):
             assert parameter.grad.placements == parameter.placements, name
-    return found, compiled.explain(), compiled.stats.traces
+    return found, steps[-1].explain(), steps[-1].stats.traces
 
 
 def compare(found: list[Any], blocks: int = 2) -> None:
@@ -228,15 +242,20 @@ def refused(mesh: DeviceMesh) -> list[str]:
 
 def over_data_ranks(rank: int) -> Any:
     found = run(rank, {"dp": 2, "tp": 2}, False, False)
-    return found, refused(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    rows = run(rank, {"dp": 2, "tp": 2}, False, False, parameters=("replicate", "shard"))
+    return found, rows, refused(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
 
 
 @pytest.mark.gloo
 def test_over_data_ranks() -> None:
-    """Each data rank has one of the microbatches. Tensor ranks add nothing to the count, and have much in common."""
+    """Each data rank has one of the microbatches. Tensor ranks add nothing to the count, and have much in common.
+
+    What the optimizer holds by then is split with the parameters.
+    """
     found = run_ranks(over_data_ranks, 4)
-    compare([steps for steps, _ in found])
-    for _, (plain, sizes, output) in found:
+    compare([steps for steps, _, _ in found])
+    compare([steps for _, steps, _ in found])
+    for _, _, (plain, sizes, output) in found:
         assert "'norm.weight', a plain tensor and so the same on all tensor ranks: checksum" in plain
         assert "sizes [2" in sizes and "sizes [4" in sizes
         assert "the model's output cannot be returned: it holds a DTensor" in output

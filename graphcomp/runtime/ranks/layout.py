@@ -81,11 +81,11 @@ def check_layout(plan: Plan) -> None:
                 do='init_device_mesh(..., mesh_dim_names=("pp",)) under torchrun; or try it with testing.run_virtual',
             )
         return
-    if plan.axis("tp") > 1 and plan.parameters == "shard":
+    if plan.axis("tp") > 1 and plan.parameters == "shard" and plan.axis("dp") > 1 and plan.axis("cp") > 1:
         raise PlanError(
-            "parameters are not sharded over data ranks and laid out over tensor ranks at once",
-            expected="parameters='replicate', or a mesh without the axis 'tp'",
-            got=f"parameters='shard', tp={plan.axis('tp')}",
+            "parameters are not sharded over data ranks and context ranks and laid out over tensor ranks at once",
+            expected="parameters='replicate', or a mesh with two of the axes 'dp', 'cp' and 'tp'",
+            got=f"parameters='shard', dp={plan.axis('dp')}, cp={plan.axis('cp')}, tp={plan.axis('tp')}",
             do="see docs/limits.md",
         )
     if not dist.is_initialized():

@@ -6,35 +6,49 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from graphcomp.compat.tensor_parallel import AXIS, is_part, parts
+from graphcomp.compat.blocks import placed_as, rows_over, splits_alike
+from graphcomp.compat.tensor_parallel import AXIS, over_tensor_ranks, parts
 from graphcomp.errors import PlanError
-from graphcomp.plan import Plan
+from graphcomp.plan import DATA_AXES, Plan
 from graphcomp.runtime.program.fingerprint import checksum
 
 
 def check_parts(plan: Plan, model: nn.Module) -> None:
     """Raise PlanError for a DTensor in the model's state that a step under this plan cannot use. Without any effect."""
+    mesh, ranks = plan.mesh, plan.axis(AXIS)
+    data = next((axis for axis in DATA_AXES if plan.axis(axis) > 1), None) if plan.parameters == "shard" else None
     for name, tensor in parts(model).items():
-        form, mesh = f"{tensor.placements} over {tensor.device_mesh}", plan.mesh
-        if is_part(tensor):
-            if mesh is None or plan.axis(AXIS) == 1 or tensor.device_mesh != mesh[AXIS]:
-                raise PlanError(
-                    f"'{name}' is laid out over the axis '{AXIS}' of a mesh that is not the plan's",
-                    expected=f"Plan(mesh=mesh) and parallelize_module(model, mesh['{AXIS}'], ...) with one mesh",
-                    got=form,
-                )
-            if type(tensor.placements[0]) not in (Shard, Replicate):
-                raise PlanError(
-                    f"'{name}' is laid out over the tensor ranks in a way that a step cannot use",
-                    expected="Shard or Replicate",
-                    got=form,
-                )
-        elif plan.axis(AXIS) > 1:
+        form, part = f"{tensor.placements} over {tensor.device_mesh}", over_tensor_ranks(tensor)
+        if part is not None and (mesh is None or ranks == 1 or part.mesh != mesh[AXIS]):
+            raise PlanError(
+                f"'{name}' is laid out over the axis '{AXIS}' of a mesh that is not the plan's",
+                expected=f"Plan(mesh=mesh) and parallelize_module(model, mesh['{AXIS}'], ...) with one mesh",
+                got=form,
+            )
+        sharded = rows_over(mesh[data], part) if mesh is not None and data else part
+        if ranks > 1 and placed_as(tensor) not in (part, sharded):
             raise PlanError(
                 f"'{name}' is laid out over another mesh than the plan's axis '{AXIS}'",
                 expected=f"DTensors over mesh['{AXIS}'] alone, or plain tensors",
                 got=form,
                 do="leave the other axes to the plan",
+            )
+        if part is None:
+            continue
+        if type(part.placements[0]) not in (Shard, Replicate):
+            raise PlanError(
+                f"'{name}' is laid out over the tensor ranks in a way that a step cannot use",
+                expected="Shard or Replicate",
+                got=form,
+            )
+        parted = isinstance(tensor, nn.Parameter) and part.placements[0] == Shard(0)
+        if data and parted and not splits_alike(tensor.shape[0], ranks, plan.axis(data)):
+            raise PlanError(
+                f"the rows of '{name}' cannot be split over the tensor ranks and each part over the data ranks",
+                expected=f"a multiple of {ranks} rows: as many on each tensor rank",
+                got=f"{tensor.shape[0]} rows, {AXIS}={ranks}, {data}={plan.axis(data)}",
+                do="add rows to it (a vocabulary may be larger than what is used), lay it out by columns, or use "
+                "parameters='replicate'",
             )
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
+from graphcomp.compat.blocks import placed_as, rows_over
 from graphcomp.compat.modules import own_buffers, own_parameters
 from graphcomp.compat.sharded import local_rows, sharded_like
-from graphcomp.compat.tensor_parallel import is_part, local_part
+from graphcomp.compat.tensor_parallel import is_part, local_part, over_tensor_ranks, part_shape
 from graphcomp.dataparallel.rows import pad
 from graphcomp.dataparallel.spec import Shards, Spec
 from graphcomp.errors import StateError, StepError
@@ -23,7 +24,8 @@ Place = tuple[dict[str, Any], str]
 
 @dataclass(frozen=True)
 class _Sharded:
-    """A sharded parameter: what it is, whole; how many rows this rank has; and a tensor that has its form only."""
+    """A sharded parameter, or this tensor rank's part of one: what data ranks have together, how many rows this
+    rank has, and a tensor that has its form only."""
 
     of: Shards
     rows: int
@@ -174,17 +176,19 @@ def _read(places: Mapping[str, Place]) -> dict[str, torch.Tensor]:
 
 
 def _sharded(name: str, parameter: DTensor) -> _Sharded:
-    mesh = parameter.device_mesh
-    if mesh.ndim != 1 or parameter.placements != (Shard(0),):
-        raise StateError(
-            f"parameter '{name}' is a DTensor of a kind that a step cannot use",
-            expected="rows split over the data ranks: (Shard(dim=0),) over a mesh of one axis",
-            got=f"{parameter.placements} over {mesh}",
-            do="leave sharding to the plan",
-        )
-    of = Shards(Spec(name, tuple(parameter.shape), parameter.dtype, mesh.device_type), mesh.size())
-    form = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-    return _Sharded(of, of.rows_of(mesh.get_local_rank()), form)
+    mesh, part = parameter.device_mesh, over_tensor_ranks(parameter)
+    if mesh.ndim == (1 if part is None else 2):
+        data = mesh if part is None else mesh[(mesh.mesh_dim_names or ())[0]]
+        if placed_as(parameter) == rows_over(data, part):
+            of = Shards(Spec(name, part_shape(parameter), parameter.dtype, mesh.device_type), data.size())
+            form = torch.empty(of.spec.shape, dtype=parameter.dtype, device="meta")
+            return _Sharded(of, of.rows_of(data.get_local_rank()), form)
+    raise StateError(
+        f"parameter '{name}' is a DTensor of a kind that a step cannot use",
+        expected="rows split over the data ranks: (Shard(dim=0),) over one axis, or of parts over tensor ranks",
+        got=f"{parameter.placements} over {mesh}",
+        do="leave sharding to the plan",
+    )
 
 
 def _split(tensor: torch.Tensor) -> object:

@@ -15,7 +15,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from graphcomp.compat.blocks import placed_as
 from graphcomp.compat.sharded import local_rows, rows_like, sharded_like
+from graphcomp.compat.tensor_parallel import over_tensor_ranks
 from graphcomp.errors import StateError
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
@@ -74,7 +76,7 @@ def _of_parameter(optimizer: Optimizer, name: str, parameter: torch.Tensor) -> I
     for key, value in table.items():
         if _fits(value, parameter):
             yield HeldState(owner, name, key, table, parameter)
-        elif any(_is_whole(each) for each in _inside(value)):
+        elif any(_is_whole(each, parameter) for each in _inside(value)):
             raise StateError(
                 f"optimizer state cannot be split over data ranks: {owner} holds '{key}' for parameter '{name}'",
                 expected=f"a tensor of the parameter's shape {tuple(parameter.shape)}, or numbers",
@@ -84,11 +86,16 @@ def _of_parameter(optimizer: Optimizer, name: str, parameter: torch.Tensor) -> I
 
 
 def _fits(value: object, parameter: torch.Tensor) -> bool:
-    return _is_whole(value) and value.shape == parameter.shape and value.layout is torch.strided  # type: ignore[attr-defined]
+    if not _is_whole(value, parameter):
+        return False
+    return value.shape == parameter.shape and value.layout is torch.strided  # type: ignore[attr-defined]
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and not isinstance(value, DTensor)
+def _is_whole(value: object, parameter: torch.Tensor) -> bool:
+    """Whether a tensor is not split over data ranks: plain, or laid over the tensor ranks of its parameter alone."""
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return False
+    return placed_as(value) in (None, over_tensor_ranks(parameter))
 
 
 def _inside(value: object) -> list[object]:

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
+from graphcomp.compat.blocks import placed_as, rows_over
 from graphcomp.compat.modules import has_hooks
-from graphcomp.compat.sharded import hindrance, recurrent_lists_renewed, shard_in_place
+from graphcomp.compat.sharded import hindrance, local_rows, recurrent_lists_renewed, shard_in_place
+from graphcomp.compat.tensor_parallel import over_tensor_ranks, part_shape
 from graphcomp.dataparallel.rows import padded_rows
 from graphcomp.dataparallel.spec import Shards, Spec
 from graphcomp.errors import AgreementError, PlanError, RankFailure, StateError
@@ -43,8 +45,9 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh) -> dict[str, Shards]:
     """Split the rows of every parameter over the ranks of a mesh of one axis, as `torch.chunk` does.
 
     Each parameter with a dimension becomes a DTensor with `Shard(0)`: the same object, so that tied names stay tied and
-    optimizers keep working; what these hold of its shape, and its `.grad`, are split with it. One without dimensions
-    stays whole. Those on meta are left alone; those that are split over this mesh already stay as they are.
+    optimizers keep working; what these hold of its shape, and its `.grad`, are split with it. Of one that is laid out
+    over tensor ranks, the rows of each part are. One without dimensions stays whole. Those on meta are left alone; what
+    is split over this mesh already stays as it is.
 
     All ranks get the values of rank 0, also where they began with others; of gradients and of optimizers' state each
     rank keeps its own rows. All ranks of the mesh must call it. Returns, by name, what is split now.
@@ -85,30 +88,36 @@ def _look(model: nn.Module, mesh: DeviceMesh) -> _Work:
             raise _refusal(name, f"shares memory with '{shared[name]}'", "give each its own memory, or tie them")
         if parameter.device.type != mesh.device_type:
             raise _refusal(name, f"is on {parameter.device}", f"move the model to {mesh.device_type} before")
-        if isinstance(parameter, DTensor):
-            if parameter.device_mesh != mesh or parameter.placements != (Shard(0),):
-                placed = f"is a DTensor already, {parameter.placements} over {parameter.device_mesh}"
-                raise _refusal(name, placed, "shard it over the plan's axis 'dp' alone, or leave that to the plan")
-        else:
-            _check_plain(name, parameter)
+        found, part = placed_as(parameter), over_tensor_ranks(parameter)
+        if found == part:
+            _check_own(name, parameter)
             (work.split if parameter.dim() else work.whole)[name] = parameter
+        elif found is not None and found != rows_over(mesh, part):
+            placed = f"is a DTensor already, {found.placements} over {found.mesh}"
+            raise _refusal(name, placed, "shard it over the plan's axis 'dp' alone, or leave that to the plan")
         if parameter.dim():
-            spec = Spec(name, tuple(parameter.shape), parameter.dtype, mesh.device_type)
+            spec = Spec(name, part_shape(parameter), parameter.dtype, mesh.device_type)
             work.found[name] = Shards(spec, ranks)
     state = held_state(work.split)
     return _Work(work.found, work.split, work.whole, state)
 
 
-def _check_plain(name: str, parameter: nn.Parameter) -> None:
-    if type(parameter) is not nn.Parameter:
+def _check_own(name: str, parameter: nn.Parameter) -> None:
+    """A plain parameter, or a DTensor over tensor ranks alone."""
+    if type(parameter) not in (nn.Parameter, DTensor):
         raise _refusal(name, f"is of class {type(parameter).__name__}", "use a plain torch.nn.Parameter")
-    if parameter.layout is not torch.strided or not parameter.is_contiguous():
+    if parameter.layout is not torch.strided or not local_rows(parameter).is_contiguous():
         form = f"strides {parameter.stride()}" if parameter.layout is torch.strided else f"layout {parameter.layout}"
         raise _refusal(name, f"is not dense, row after row: it has {form}", "make it contiguous before")
     if has_hooks(parameter):
         raise _refusal(name, "has a gradient hook", "remove the hook and change .grad after the step")
     gradient = parameter.grad
-    if gradient is not None and (type(gradient) is not torch.Tensor or gradient.layout is not torch.strided):
+    alike = gradient is None or (
+        type(gradient) in (torch.Tensor, DTensor)
+        and gradient.layout is torch.strided
+        and placed_as(gradient) == placed_as(parameter)
+    )
+    if not alike:
         raise _refusal(name, f"has a gradient of another kind: {type(gradient).__name__}", "call zero_grad() before")
     used = hindrance(parameter) if parameter.dim() else None
     if used is not None:
@@ -148,16 +157,18 @@ def _split(work: _Work, mesh: DeviceMesh) -> None:
     """Fetch all new values; then, with nothing left that could fail, put them in the place of the old ones."""
     rank = mesh.get_local_rank()
     with torch.no_grad():
-        new = {name: _from_first(work.found[name], p.detach(), mesh) for name, p in work.split.items()}
-        numbers = {name: _copy_of_first(p.detach(), mesh) for name, p in work.whole.items()}
+        new = {name: _from_first(work.found[name], local_rows(p.detach()), mesh) for name, p in work.split.items()}
+        numbers = {name: _copy_of_first(local_rows(p.detach()), mesh) for name, p in work.whole.items()}
         gradients = {
-            name: _own_rows(work.found[name], p.grad, rank) for name, p in work.split.items() if p.grad is not None
+            name: _own_rows(work.found[name], local_rows(p.grad), rank)
+            for name, p in work.split.items()
+            if p.grad is not None
         }
-        held = [(one, _own_rows(work.found[one.name], one.value, rank)) for one in work.state]
+        held = [(one, _own_rows(work.found[one.name], local_rows(one.value), rank)) for one in work.state]
         for name, parameter in work.split.items():
             shard_in_place(parameter, new[name], mesh, gradients.get(name))
         for name, parameter in work.whole.items():
-            parameter.copy_(numbers[name])
+            local_rows(parameter).copy_(numbers[name])
         for one, rows in held:
             one.replace(rows)
 
