@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 
@@ -18,6 +19,7 @@ from graphcomp.backend import Backend, Boxed
 from graphcomp.backend import Progress as BackendProgress
 from graphcomp.capture import Joint, capture
 from graphcomp.capture.guards import read_captured
+from graphcomp.compat.symbols import symbol_names
 from graphcomp.dataparallel.step import DataParallel
 from graphcomp.errors import StepError
 from graphcomp.ir import meta
@@ -30,7 +32,7 @@ from graphcomp.partition import Partitioned, partition
 from graphcomp.partition.accumulating import accumulating
 from graphcomp.partition.homes import Homes, homes_of
 from graphcomp.passes.base import Pass
-from graphcomp.passes.chunk_loss import ChunkLoss
+from graphcomp.passes.chunk_loss import ChunkLoss, rows_of_loss
 from graphcomp.passes.cse import CommonSubexpressions
 from graphcomp.passes.dead_code import DeadCode
 from graphcomp.passes.functionalize import Functionalize
@@ -55,7 +57,7 @@ def joint_passes(seeded: bool) -> list[Pass]:
 def chunk_passes(plan: Plan) -> list[Pass]:
     """Those that compute head and loss in chunks. Where a schedule parts forward and backward, logits come twice."""
     repeat = not schedules.get(plan.schedule).fuses
-    return [DeadCode(), ChunkLoss(plan.loss_chunks, repeat=repeat), DeadCode()]
+    return [ChunkLoss(plan.loss_chunks, repeat=repeat), DeadCode()]
 
 
 def _without_outputs(program: Program) -> Program:
@@ -156,21 +158,29 @@ class GraphCompiler:
         one = specialisation or self._latest()
         if outputs not in one.partitions:
             homes = self.homes if self.is_cut else None
-            cut = partition(
-                self._chunked(one.joint, outputs), self.plan.stage_count, self.plan.split, outputs=outputs, homes=homes
-            )
+            joint = one.joint if self.plan.loss_chunks == 1 else self._chunked(one, outputs)
+            cut = partition(joint, self.plan.stage_count, self.plan.split, outputs=outputs, homes=homes)
             for program in cut.programs:
                 verify(program, made_by="partition")
             one.partitions[outputs] = cut
             self.homes = homes_of(cut.stages) | self.homes
         return one.partitions[outputs]
 
-    def _chunked(self, joint: Joint, outputs: bool) -> Joint:
-        """The joint program with head and loss in chunks, if the plan asks for it; without unwanted outputs, then."""
-        if self.plan.loss_chunks == 1:
-            return joint
+    def _chunked(self, one: Specialisation, outputs: bool) -> Joint:
+        """The joint program without unwanted outputs, and with head and loss in chunks if all have two rows or more.
+
+        Whether they have becomes a condition: fewer rows have a program of their own, with all logits at once.
+        """
+        joint, limit = one.joint, 2 * self.plan.loss_chunks
         program = joint.program if outputs else _without_outputs(joint.program)
-        program = PassManager(chunk_passes(self.plan)).run(program)
+        program = PassManager([DeadCode()]).run(program)
+        rows, example = rows_of_loss(program)
+        enough = example is None or example >= limit
+        if enough:
+            program = PassManager(chunk_passes(self.plan)).run(program)
+        if symbol_names([rows]) <= joint.sizes.symbols.keys():  # or no microbatch says how many there are
+            condition = sympy.Ge(rows, limit) if enough else sympy.Lt(rows, limit)
+            self.add_conditions(one, [condition] if condition.free_symbols else [])
         number_names(program.graph)
         return replace(joint, program=program)
 
@@ -188,7 +198,7 @@ class GraphCompiler:
     def schedule(self, partitioned: Sequence[Partitioned]) -> Schedule:
         """The plan's schedule for these microbatches, with the transfers that they need; checked."""
         stages = self.plan.stage_count
-        built = schedules.get(self.plan.schedule).build(stages, len(partitioned))
+        built = schedules.get(self.plan.schedule).build(stages, len(partitioned), self.plan.pipeline_ranks)
         idle = [s for s in range(stages) if all(one.stages[s].backward is None for one in partitioned)]
         forward = {s for one in partitioned for s in one.forward_boundaries}
         backward = {s for one in partitioned for s in one.backward_boundaries}

@@ -88,6 +88,13 @@ class Region:
     def selections(self) -> list[Selection]:
         return self.rules.selections
 
+    @property
+    def rows(self) -> Sequence[Any]:
+        """The dimensions that make up the rows which the loss looks at: of the head's, what no selection leaves out."""
+        if self.selections:
+            return self.selections[-1].after
+        return tuple(meta.value(self.head).shape[:1])  # type: ignore[attr-defined]
+
     def _add(self, node: Node, step: Step) -> None:
         self.steps[node] = step
         self.rules.states[node] = step.state

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import graphcomp as gc
 from graphcomp.errors import CaptureError, PartitionError
 from graphcomp.huggingface import causal_lm_loss
+from graphcomp.ir import meta
+from graphcomp.testing import VirtualStep
 from tests.cases.live import LiveBytes
 from tests.cases.tiny import assert_equal, next_token, step_of, tiny_gpt
 from tests.zoo.gpt import TinyGPT
@@ -51,7 +53,7 @@ def batch(rows: int, length: int, vocabulary: int = 64) -> dict[str, Tensor]:
 
 
 SIZES = [(2, 16), (3, 11), (2, 3), (1, 2)]
-"""Rows that divide by the number of chunks, that do not, fewer than chunks, and one that a shifted loss looks at."""
+"""Rows that divide by the number of chunks, that do not, too few for chunks, and one that a shifted loss looks at."""
 
 
 def shifted(logits: Tensor, given: dict[str, Tensor]) -> gc.TokenLoss:
@@ -187,7 +189,27 @@ class Bigrams(nn.Module):
 
 @pytest.mark.inductor
 def test_compiled() -> None:
+    """Also where the first microbatch has fewer rows than there are chunks."""
     made = tiny_gpt(Bigrams)
-    step = step_of(made, shifted, loss_chunks=3, backend="inductor")
-    assert_equal(made, shifted, [batch(2, 33), batch(3, 21)], step, 1e-5)
-    assert step.compiler.traces == 1
+    step = step_of(made, shifted, loss_chunks=5, backend="inductor")
+    assert_equal(made, shifted, [batch(2, 3)], step, 1e-5)
+    assert_equal(made, shifted, [batch(2, 33), batch(3, 21), batch(4, 3)], step, 1e-5)
+    assert step.compiler.traces == 2
+
+
+def chunks_of(step: VirtualStep) -> list[set[int | None]]:
+    """The numbers of chunks in the joint program of each specialisation, as it is cut."""
+    programs = [one.partitions[False].joint.program for one in step.compiler.specialisations]
+    return [{meta.note(node).chunk for node in program.calls()} - {None} for program in programs]
+
+
+@pytest.mark.parametrize("first", [(2, 3), (2, 16)])
+def test_few_rows_have_a_program_without_chunks(first: tuple[int, int]) -> None:
+    """A chunk has two rows or more; how many the loss looks at decides, whichever microbatch comes first."""
+    made = tiny_gpt(Bigrams).double()
+    step = step_of(made, shifted, loss_chunks=4)
+    for size in [first, (2, 5), (1, 8), (2, 4), (1, 9), (2, 16), (2, 3)]:
+        assert_equal(made, shifted, [batch(*size)], step, 1e-12)
+    assert sorted(map(len, chunks_of(step))) == [0, 0, 4, 4]  # of several sequences, and of one
+    conditions = [str(one.joint.sizes.conditions) for one in step.compiler.specialisations]
+    assert sum(">= 8" in one for one in conditions) == sum("< 8" in one for one in conditions) == 2
