@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 from dataclasses import dataclass, field
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -63,7 +63,8 @@ def freeze(value: Any, watched: Watched, *, objects: bool = True, depth: int = 0
 
     Numbers, strings, None, enums, dtypes, and lists, tuples, dicts and sets of those count by value; so do functions
     (their code) and, with `objects`, the attributes of other objects, one level deep, such as those of a config. Of a
-    tensor only counts that it is one. Everything else is the same only as itself.
+    tensor only counts that it is one. Everything else is the same only as itself; so are Python modules, of which names
+    that a user's code reads are followed where they are found.
     """
     kind = type(value).__qualname__
     if isinstance(value, enum.Enum):
@@ -74,7 +75,7 @@ def freeze(value: Any, watched: Watched, *, objects: bool = True, depth: int = 0
         return Frozen(kind, repr(value), repr(value))  # the text tells 0.0 from -0.0, and nan equals nan
     if isinstance(value, torch.Tensor):
         return Frozen("tensor", None, "a tensor")
-    if depth < DEPTH and not isinstance(value, nn.Module | type):
+    if depth < DEPTH and not isinstance(value, nn.Module | ModuleType | type):
         inside = functools.partial(freeze, watched=watched, objects=False, depth=depth + 1)
         if isinstance(value, list | tuple | set | frozenset) and len(value) <= LIMIT:
             if not isinstance(value, tuple | frozenset):

@@ -151,6 +151,8 @@ SETTINGS = Settings()
 PYTHON_MODULE = ModuleType("settings_of_this_test")
 PYTHON_MODULE.rate = 2.0  # type: ignore[attr-defined]
 PYTHON_MODULE.twice = lambda: 2 * SCALE  # type: ignore[attr-defined]
+PYTHON_MODULE.inner = INNER = ModuleType("more_settings_of_this_test")  # type: ignore[attr-defined]
+INNER.rate, INNER.unread = 2.0, 0  # type: ignore[attr-defined]
 
 
 class Reads(Scaled):
@@ -175,6 +177,7 @@ class Reads(Scaled):
         (lambda model: SETTINGS.tensor, lambda model: (SETTINGS, "tensor"), 1),
         (lambda model: PYTHON_MODULE.rate, lambda model: (PYTHON_MODULE, "rate"), 2),
         (lambda model: PYTHON_MODULE.twice(), lambda model: (PYTHON_MODULE, "twice"), 2),
+        (lambda model: PYTHON_MODULE.inner.rate, lambda model: (INNER, "rate"), 2),
         (lambda model: model.settings.own, lambda model: (model.settings, "own"), 2),
         (lambda model: model.settings.inner.rate, lambda model: (model.settings.inner, "rate"), 2),
         (lambda model: model.settings.tensor, lambda model: (model.settings, "tensor"), 1),
@@ -194,8 +197,13 @@ def test_what_objects_and_python_modules_hold(
     assert made == traces
 
 
-def test_what_no_code_names_in_a_global_object_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    guard = ModelGuard(Reads(lambda model: SETTINGS.own), square)
+@pytest.mark.parametrize(
+    ("read", "owner"), [(lambda model: SETTINGS.own, SETTINGS), (lambda model: PYTHON_MODULE.inner.rate, INNER)]
+)
+def test_what_no_code_names_in_a_global_object_changes_nothing(
+    read: Callable[[Any], Any], owner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard = ModelGuard(Reads(read), square)
     before = guard.key()
-    monkeypatch.setattr(SETTINGS, "unread", 1)
+    monkeypatch.setattr(owner, "unread", 1)
     assert guard.key() == before
