@@ -1,7 +1,7 @@
 # All happens in .venv, made on first use with the first Python >= 3.11 found (or: make PYTHON=path).
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-null lint format types gallery bench clean distclean
+.PHONY: help env demo test test-wide test-null lint format types gallery bench clean distclean
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -31,11 +31,14 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 demo: $(STAMP) ## train a small GPT on real text: 2 processes, 2 pipeline stages, compiled
 	@$(BIN)/python examples/01_train_gpt.py
 
-test: lint types ## lint, types, then every test
+test: lint types ## lint, types, then every test but those marked wide
+	@$(BIN)/python -m pytest -m "not wide" $(PYTEST_ARGS)
+
+test-wide: lint types ## lint, types, then every test: all of each matrix of which the others run a diagonal
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-null: $(STAMP) ## only the tests that need no process group, no compiler and no device
-	@$(BIN)/python -m pytest -m "not gloo and not inductor and not cuda" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not wide and not gloo and not inductor and not cuda" $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff: rules and format
 	@$(BIN)/ruff check --quiet .

@@ -89,12 +89,19 @@ def fresh_and_clean() -> Iterator[None]:
         pytest.fail("the test leaves global state behind: " + "; ".join(left), pytrace=False)
 
 
-@pytest.fixture(scope="module")
-def one_capture_a_model() -> Iterator[None]:
-    """For tests whose models stay as they are: the same model and kind of batch are traced once for all plans."""
-    import graphcomp.compiler
-    from graphcomp.testing.captures import SharedCaptures
+SHARING = {"cases", "checkpoint", "dataparallel", "inspect", "partition", "runtime", "steps", "testing", "trainer"}
+"""Folders of tests of what is done with a program, in which equal models are captured once."""
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphcomp.compiler, "capture", SharedCaptures())
+
+@pytest.fixture(autouse=True)
+def equal_models_share_a_capture(request: pytest.FixtureRequest) -> Iterator[None]:
+    folder = request.path.parent
+    while folder.parent.name != "tests" and folder != folder.parent:
+        folder = folder.parent
+    if folder.name not in SHARING or request.node.get_closest_marker("inductor"):
+        yield
+        return
+    from tests.sharing import shared_captures
+
+    with shared_captures():
         yield

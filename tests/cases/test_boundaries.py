@@ -17,8 +17,6 @@ from tests.cases.tiny import SCHEDULES, assert_equal, next_token, rows, step_of,
 from tests.zoo import ZOO
 from tests.zoo.gpt import TinyGPT
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 CUTS = {2: ["layers.2"], 4: ["layers.1", "layers.2", "layers.3"]}
 
 

@@ -16,7 +16,8 @@ from graphcomp.testing import run_ranks
 from tests.cases.test_denominators import Scale, padded, summed_where_valid
 from tests.cases.test_parameters import squared
 from tests.cases.tiny import PARAMETERS, dealt, divided, next_token, rows, tiny_gpt
-from tests.steps.test_data_processes import full, one_capture_a_model
+from tests.sharing import shared_captures
+from tests.steps.test_data_processes import full
 
 MESHES = {2: ((2,), ("dp",)), 4: ((2, 2), ("pp", "dp"))}
 
@@ -89,7 +90,7 @@ def on_rank(rank: int, world_size: int) -> dict[Any, Any]:
     mesh = init_device_mesh("cpu", MESHES[world_size][0], mesh_dim_names=MESHES[world_size][1])
     data_rank = mesh["dp"].get_local_rank()
     found: dict[Any, Any] = {}
-    with one_capture_a_model():
+    with shared_captures():
         for number, parameters in enumerate(PARAMETERS):
             for schedule in SCHEDULES:
                 plan = plan_of(mesh, schedule=schedule, **parameters)

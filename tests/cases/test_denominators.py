@@ -23,8 +23,6 @@ from tests.cases.tiny import (
     tiny_gpt,
 )
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 
 class Scale(nn.Module):
     """w * x, in as many factors as there may be stages; only the first is trained."""

@@ -13,8 +13,6 @@ from tests.cases.tiny import assert_equal, step_of, tiny_gpt
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(

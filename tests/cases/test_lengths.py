@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from graphcomp import TokenLoss
 from tests.cases.tiny import IGNORED, LAYOUTS, assert_equal, next_token, rows, step_of, tiny_gpt
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 
 @functools.cache
 def gpt() -> nn.Module:

@@ -12,8 +12,6 @@ from graphcomp import TokenLoss, mean_loss, metric, token_loss
 from tests.cases.tiny import LAYOUTS, PARAMETERS, assert_equal, divided, next_token, relative, rows, step_of, tiny_gpt
 from tests.zoo.gpt import Block, TinyGPT
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 
 @functools.cache
 def gpt() -> nn.Module:

@@ -19,8 +19,6 @@ from graphcomp.testing import VirtualStep
 from tests.cases.tiny import IGNORED, LAYOUTS, VOCAB, next_token, relative, step_of, tiny_gpt
 from tests.zoo.gpt import TinyGPT
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 Document = tuple[Tensor, Tensor]
 """Tokens and labels."""
 

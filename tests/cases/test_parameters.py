@@ -24,8 +24,6 @@ from tests.cases.tiny import (
 from tests.zoo.gpt import Block, TinyGPT
 from tests.zoo.reference import reference
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 
 class Tied(TinyGPT):
     def __init__(self) -> None:

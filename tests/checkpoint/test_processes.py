@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import graphcomp as gc
 from graphcomp.testing import run_ranks
 from tests.checkpoint.model import Decoder, Trainer, batches, decoder, meta_decoder, step_of
-from tests.steps.test_data_processes import one_capture_a_model
+from tests.sharing import shared_captures
 
 pytestmark = pytest.mark.gloo
 
@@ -191,7 +191,7 @@ def weights(job: Job, folder: Path, rank: int) -> dict[str, Any]:
 
 
 def everything(rank: int, folder: str) -> dict[Any, Any]:
-    with one_capture_a_model():
+    with shared_captures():
         return at_all_layouts(rank, Path(folder))
 
 

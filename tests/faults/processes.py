@@ -18,7 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOADED = ["torch", "graphcomp", "graphcomp.testing", "tests.faults.model"]
+from graphcomp.testing import ranks
+
+PRELOADED = [*ranks._PRELOADED, "tests.faults.model"]
+"""The first to ask for a server decides what it imports, also for `run_ranks`."""
 
 
 def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 90.0, signals: bool = False) -> list[Any]:

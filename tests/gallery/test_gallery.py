@@ -14,11 +14,19 @@ pytest.importorskip("transformers")
 from tests.gallery.models import ENTRIES, Entry
 
 PAGE = Path(__file__).parents[2] / "docs" / "gallery.md"
-LIKE_ANOTHER = {"GPT-J", "OPT", "Mistral", "OLMo 2", "Gemma 2", "RoBERTa", "DistilBERT", "Qwen3-MoE"}
-"""Left to `make gallery`: built like one that is tried here."""
+LIKE_ANOTHER = {
+    *("GPT-J", "GPT-NeoX", "OPT", "Falcon", "Phi"),  # like GPT-2 and Llama
+    *("Mistral", "Qwen3", "OLMo 2", "Gemma 2"),  # like Llama and Gemma 3
+    *("RoBERTa", "DistilBERT", "Qwen3-MoE", "BART"),  # like BERT, Mixtral, T5 and Whisper
+}
+"""Tried by `make test-wide`: each has what one of the others has too."""
 
 
-@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.name not in LIKE_ANOTHER], ids=lambda entry: entry.name)
+def each(entry: Entry) -> object:
+    return pytest.param(entry, id=entry.name, marks=[pytest.mark.wide] if entry.name in LIKE_ANOTHER else [])
+
+
+@pytest.mark.parametrize("entry", map(each, ENTRIES))
 def test_a_model_as_its_author_wrote_it(entry: Entry) -> None:
     found = survey(entry.build(), entry.loss_fn, entry.microbatches(), name=entry.name)
     assert found.refused is None, str(found)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from graphcomp.capture.batch import describe
-from graphcomp.capture.capture import capture
 from graphcomp.capture.joint import Joint
 from graphcomp.ir import interp, meta
 from graphcomp.ir import signature as role
@@ -21,6 +20,7 @@ from graphcomp.losses import TokenLoss
 from graphcomp.partition import Partitioned, partition
 from graphcomp.passes.dead_code import DeadCode
 from graphcomp.passes.functionalize import functionalize
+from tests.sharing import captures
 
 SEED = 5
 Values = dict[Role, Any]
@@ -33,7 +33,7 @@ def square_loss(output: torch.Tensor, batch: Any) -> TokenLoss:
 
 def joint_of(model: nn.Module, loss_fn: Callable[[Any, Any], Any], batch: Any) -> Joint:
     """The joint program in the form in which it is cut: functional, without dead code."""
-    joint = capture(model, loss_fn, batch)
+    joint = captures(model, loss_fn, batch)
     program = DeadCode().apply(functionalize(joint.program.copy()))
     verify(program, "dead_code")
     return replace(joint, program=program)

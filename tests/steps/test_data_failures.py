@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import graphcomp as gc
 from graphcomp.testing import run_ranks
-from tests.steps.test_data_processes import full, mesh_of, numbers, one_capture_a_model, plan_of
+from tests.sharing import shared_captures
+from tests.steps.test_data_processes import full, mesh_of, numbers, plan_of
 from tests.zoo import ZOO
 from tests.zoo.gpt import TinyGPT
 from tests.zoo.reference import reference
@@ -148,7 +149,7 @@ def steps(mesh: DeviceMesh, mode: str) -> dict[str, Any]:
 def on_rank(rank: int, layout: str) -> dict[str, Any]:
     mesh = mesh_of(layout)
     odd = rank == dist.get_world_size() - 1
-    with one_capture_a_model():
+    with shared_captures():
         found: dict[str, Any] = {mode: steps(mesh, mode) for mode in ("replicate", "shard", "regather")}
     found["plans"] = plans(mesh, odd)
     for mode in ("replicate", "shard"):

@@ -6,8 +6,6 @@ import copy
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,10 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import graphcomp as gc
-from graphcomp.capture import Joint
-from graphcomp.capture.batch import batch_key
-from graphcomp.compiler import GraphCompiler, Specialisation
 from graphcomp.testing import run_ranks
+from tests.sharing import shared_captures
 from tests.steps.wire import GLOO, Wire, buckets, seen_by_gloo
 from tests.zoo import ZOO
 from tests.zoo.case import IGNORED
@@ -50,28 +46,6 @@ def plan_of(mesh: DeviceMesh, mode: str, **options: Any) -> gc.Plan:
     options = {"backend": "eager", "bucket_bytes": BUCKET, "deadline": 60.0, **options}
     kind: Any = "replicate" if mode == "replicate" else "shard"
     return gc.Plan(mesh=mesh, parameters=kind, regather=mode == "regather", quiet=True, **options)
-
-
-@contextmanager
-def one_capture_a_model() -> Iterator[None]:
-    """Programs depend on a model's class, its modes and the kind of batch: traced once for all plans of a process."""
-    known: dict[Any, Specialisation] = {}
-    original = GraphCompiler.capture
-
-    @functools.wraps(original)
-    def capture(self: GraphCompiler, example: Any, *, training: bool = True, device: Any = None) -> Joint:
-        key = (type(self.model), self.loss_fn, str(batch_key(example)[0]), self.model.training, training)
-        if key not in known:
-            original(self, example, training=training, device=device)
-            known[key] = self.specialisations.pop()
-            self.traces -= 1
-        self.traces += 1
-        self.specialisations.append(Specialisation(len(self.specialisations), known[key].joint, known[key].passes))
-        return known[key].joint
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GraphCompiler, "capture", capture)
-        yield
 
 
 def microbatches(name: str, step: int) -> list[dict[str, Tensor]]:
@@ -173,7 +147,7 @@ def counted(mesh: DeviceMesh, mode: str) -> dict[str, Any]:
 def everything(rank: int, world_size: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     meshes = {layout: mesh_of(layout) for layout, (shape, _) in LAYOUTS.items() if math.prod(shape) == world_size}
-    with one_capture_a_model():
+    with shared_captures():
         for number, (layout, name, mode) in enumerate(run for run in RUNS if run[0] in meshes):
             found[layout, name, mode] = trained(name, meshes[layout], mode, early=number % 2 == 0)
         for mode in MODES if world_size == 4 else ():
@@ -184,7 +158,7 @@ def everything(rank: int, world_size: int) -> dict[Any, Any]:
 @functools.cache
 def processes(number: int) -> list[dict[Any, Any]]:
     """What each process found: one start of them for all tests."""
-    return run_ranks(everything, number, number, timeout=280, fresh=True)  # as under torchrun
+    return run_ranks(everything, number, number, timeout=280, fresh=number == 4)  # as under torchrun
 
 
 def ranks(layout: str, *key: str) -> list[dict[str, Any]]:

@@ -15,12 +15,12 @@ from torch import nn
 import graphcomp as gc
 from graphcomp.errors import AgreementError, BatchError, PlanError, StateError, StepError
 from graphcomp.testing import VirtualStep, run_virtual
+from tests.wide import diagonal
 from tests.zoo import ZOO
 from tests.zoo.reference import Reference, reference
 
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
-
 NAMES = [name for name in ZOO if name != "batch_norm"]
+LAYOUTS = [("replicate", 1), ("replicate", 3), ("shard", 1), ("shard", 2), ("regather", 2)]
 SPLITS = ((3, 1), (1, 2, 1))  # microbatches of each data rank
 
 
@@ -48,13 +48,9 @@ def equal(found: torch.Tensor | None, expected: torch.Tensor | None, name: str) 
         )
 
 
-@pytest.mark.parametrize(
-    ("parameters", "stages"),
-    [("replicate", 1), ("replicate", 3), ("shard", 1), ("shard", 2), ("regather", 2)],
-)
-@pytest.mark.parametrize("name", NAMES)
-def test_every_model_equals_eager_over_all_data_ranks(name: str, parameters: str, stages: int) -> None:
-    case, model = ZOO[name], built(name)
+@pytest.mark.parametrize(("name", "layout"), diagonal(NAMES, LAYOUTS, step=2), ids=str)
+def test_every_model_equals_eager_over_all_data_ranks(name: str, layout: tuple[str, int]) -> None:
+    case, model, (parameters, stages) = ZOO[name], built(name), layout
     plan = gc.Plan(stages=stages, backend="eager", quiet=True, bucket_bytes=4096)
     if parameters != "replicate":
         plan = replace(plan, parameters="shard", regather=parameters == "regather")

@@ -15,9 +15,11 @@ import graphcomp as gc
 from graphcomp.partition.stages import Boundary
 from graphcomp.testing import VirtualStep, run_ranks
 from tests.zoo import ZOO
+from tests.zoo.gpt import TinyGPT
 from tests.zoo.reference import reference
 
-MODELS = ("gpt", "tied_gpt", "u_shape", "ragged_gpt")
+MODELS = {2: ("gpt", "u_shape", "ragged_gpt"), 4: ("gpt", "tied_gpt", "u_shape")}
+"""By the number of processes."""
 NUMBERS = (5, 1)  # more and fewer microbatches than stages
 
 
@@ -105,7 +107,7 @@ def train(step: Any, optimizer: torch.optim.Optimizer) -> list[float]:
 
 def everything(rank: int, world_size: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("pp",))
-    found: dict[str, Any] = {name: one_model(name, mesh) for name in MODELS}
+    found: dict[str, Any] = {name: one_model(name, mesh) for name in MODELS[world_size]}
     model = shared_in_double()
     step = gc.compile_train_step(model, ZOO["tied_gpt"].loss_fn, plan=plan_of(mesh))
     losses = train(step, torch.optim.AdamW(model.parameters(), 1e-2))
@@ -113,10 +115,10 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+@functools.cache
+def ranks(world_size: int) -> list[dict[str, Any]]:
     """What each process found: one start of them for all tests."""
-    return run_ranks(everything, request.param, request.param, timeout=200)
+    return run_ranks(everything, world_size, world_size, timeout=200)
 
 
 @functools.cache
@@ -125,7 +127,8 @@ def virtual(name: str, stages: int) -> VirtualStep:
     return VirtualStep(ZOO[name].build(), ZOO[name].loss_fn, plan=plan)
 
 
-EACH = pytest.mark.parametrize("name", MODELS)
+EACH = pytest.mark.parametrize(("world_size", "name"), [(size, name) for size in MODELS for name in MODELS[size]])
+WORLDS = pytest.mark.parametrize("world_size", MODELS)
 
 
 def same(one: Tensor | None, two: Tensor | None) -> bool:
@@ -135,9 +138,9 @@ def same(one: Tensor | None, two: Tensor | None) -> bool:
 @pytest.mark.gloo
 @EACH
 @pytest.mark.parametrize("number", NUMBERS)
-def test_processes_equal_virtual_ranks_bitwise(name: str, ranks: list, number: int) -> None:
-    ran = virtual(name, len(ranks)).run(ZOO[name].microbatches(number, 2))
-    found = [rank[name][f"step {number}"] for rank in ranks]
+def test_processes_equal_virtual_ranks_bitwise(name: str, world_size: int, number: int) -> None:
+    ran = virtual(name, world_size).run(ZOO[name].microbatches(number, 2))
+    found = [rank[name][f"step {number}"] for rank in ranks(world_size)]
     for one in found:
         assert one["numbers"] == numbers(ran.result)
         assert all(same(grad, ran.gradients.get(key)) for key, grad in one["gradients"].items())
@@ -175,24 +178,25 @@ def sizes(boundary: Boundary, given: dict[str, int]) -> list[int]:
 @pytest.mark.gloo
 @EACH
 @pytest.mark.parametrize("number", NUMBERS)
-def test_exactly_the_planned_payloads_are_sent(name: str, ranks: list, number: int) -> None:
+def test_exactly_the_planned_payloads_are_sent(name: str, world_size: int, number: int) -> None:
     sent, received = 0, 0
-    for rank, found in enumerate(ranks):
+    for rank, found in enumerate(ranks(world_size)):
         one = found[name][f"step {number}"]
-        payloads = planned(name, len(ranks), number, rank)
+        payloads = planned(name, world_size, number, rank)
         assert sorted(size for _, size in one["sent"]) == sorted(payloads)
         assert {dtype for dtype, _ in one["sent"] + one["received"]} == {"torch.float32"}
         assert (one["stats"]["messages"], one["stats"]["bytes_sent"]) == (len(payloads), sum(payloads))
         assert (one["stats"]["traces"], one["stats"]["collectives"]) == (1, 1)
         sent, received = sent + sum(payloads), received + sum(size for _, size in one["received"])
         if "gpt" in name and name != "tied_gpt":  # an activation and a gradient for each cut and microbatch
-            assert len(payloads) == number * ((rank > 0) + (rank < len(ranks) - 1))
+            assert len(payloads) == number * ((rank > 0) + (rank < world_size - 1))
     assert sent == received
 
 
 @pytest.mark.gloo
-def test_evaluation_outputs_and_clipping(ranks: list) -> None:
-    case, found = ZOO["gpt"], [rank["gpt"] for rank in ranks]
+@WORLDS
+def test_evaluation_outputs_and_clipping(world_size: int) -> None:
+    case, found = ZOO["gpt"], [rank["gpt"] for rank in ranks(world_size)]
     model = case.build()
     evaluated = reference(model.eval(), case.loss_fn, case.microbatches(3, 4), backward=False)
     assert all(one["evaluation"] == found[0]["evaluation"] for one in found)
@@ -202,7 +206,7 @@ def test_evaluation_outputs_and_clipping(ranks: list) -> None:
         for local, everywhere, output in zip(one["local"], one["all"], expected, strict=True):
             assert torch.allclose(everywhere, output, rtol=1e-5, atol=1e-6)
             assert torch.equal(everywhere, found[-1]["local"][0 if output is expected[0] else 1])
-            assert (local is None) == (rank < len(ranks) - 1)
+            assert (local is None) == (rank < world_size - 1)
     for key, gradient in reference(model, case.loss_fn, case.microbatches(3, 6)).gradients.items():
         model.get_parameter(key).grad = gradient
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -214,14 +218,15 @@ def test_evaluation_outputs_and_clipping(ranks: list) -> None:
 
 
 @pytest.mark.gloo
-def test_copies_of_a_shared_parameter_stay_equal_through_training(ranks: list) -> None:
+@WORLDS
+def test_copies_of_a_shared_parameter_stay_equal_through_training(world_size: int) -> None:
     model = shared_in_double()
     plan = gc.Plan(backend="eager", quiet=True)
     step = gc.compile_train_step(model, ZOO["tied_gpt"].loss_fn, plan=plan)
     losses = train(step, torch.optim.AdamW(step.parameters(), 1e-2))
-    found = [rank["trained"] for rank in ranks]
+    found = [rank["trained"] for rank in ranks(world_size)]
     holders = [rank for rank, (_, owned) in enumerate(found) if "embed.weight" in owned]
-    assert holders == [0, len(ranks) - 1]
+    assert holders == [0, world_size - 1]
     assert torch.equal(found[0][1]["embed.weight"], found[-1][1]["embed.weight"])
     for ours, owned in found:
         assert ours == pytest.approx(losses, rel=1e-6) and ours == found[0][0]
@@ -336,14 +341,19 @@ def test_a_rank_that_fails_while_running_ends_all_and_is_named() -> None:
     assert "in rank 1, stage 1, microbatch 1, action 1FB1" in notes and "raised on rank 1 of 2" in notes
 
 
+def short() -> nn.Module:
+    """Two blocks take half the time of four to compile."""
+    torch.manual_seed(0)
+    return TinyGPT(blocks=2)
+
+
 def on_inductor(rank: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     case = ZOO["ragged_gpt"]
-    model = case.build()
-    step = gc.compile_train_step(model, case.loss_fn, plan=plan_of(mesh, "inductor"))
+    step = gc.compile_train_step(short(), case.loss_fn, plan=plan_of(mesh, "inductor"))
     found = []
     for number in (4, 3):
-        model.zero_grad()
+        step.model.zero_grad()
         result = step(case.microbatches(number, number))
         found.append((numbers(result), {key: p.grad for key, p in step.named_parameters()}, vars(step.stats).copy()))
     conditions = sorted(map(str, step.latest[0].joint.sizes.conditions))
@@ -355,8 +365,10 @@ def on_inductor(rank: int) -> dict[str, Any]:
 def test_inductor_on_two_processes() -> None:
     first, second = run_ranks(on_inductor, 2)
     assert first["conditions"] == second["conditions"]
+    case = ZOO["ragged_gpt"]
+    step = VirtualStep(short(), case.loss_fn, plan=gc.Plan(stages=2, backend="eager", quiet=True))
     for place, number in enumerate((4, 3)):
-        ran = virtual("ragged_gpt", 2).run(ZOO["ragged_gpt"].microbatches(number, number))
+        ran = step.run(case.microbatches(number, number))
         assert first["steps"][place][0] == second["steps"][place][0]
         assert first["steps"][place][0] == pytest.approx(numbers(ran.result), rel=1e-5)
         for found in (first, second):

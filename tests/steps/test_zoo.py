@@ -10,13 +10,12 @@ import torch
 from graphcomp import Plan
 from graphcomp.testing import VirtualStep
 from tests.steps.uncut import run_uncut
+from tests.wide import diagonal
 from tests.zoo import ZOO
 from tests.zoo.reference import reference
 
-MICROBATCHES = (1, 2, 3, 5)
-
-
-pytestmark = pytest.mark.usefixtures("one_capture_a_model")
+RUNS = [("gpipe", (1, 3)), ("1f1b", (2, 5)), ("gpipe", (2, 5)), ("1f1b", (1, 3))]
+"""Schedule, and the microbatches of the steps of one cut."""
 
 
 @functools.cache
@@ -35,14 +34,12 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).abs().max()) / (scale or 1.0) if expected.numel() else 0.0
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ZOO)
-def test_every_cut_equals_the_uncut_program_and_eager(name: str, stages: int, schedule: str) -> None:
-    case, model = ZOO[name], built(name, torch.float32)
+@pytest.mark.parametrize(("name", "stages", "run"), diagonal(list(ZOO), (1, 2, 3, 4), RUNS), ids=str)
+def test_every_cut_equals_the_uncut_program_and_eager(name: str, stages: int, run: tuple[str, tuple[int, ...]]) -> None:
+    case, model, (schedule, numbers) = ZOO[name], built(name, torch.float32), run
     plan = Plan(stages=stages, schedule=schedule, backend="eager", quiet=True)
     virtual = VirtualStep(model, case.loss_fn, plan=plan)
-    for number in MICROBATCHES:
+    for number in numbers:
         microbatches = case.microbatches(number, 3)
         before = {key: buffer.clone() for key, buffer in model.named_buffers()}
         torch.manual_seed(11)
