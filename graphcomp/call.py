@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from graphcomp.dispatch import Bound
+from graphcomp.ir.digest import number_of
 from graphcomp.prepare import Prepared
 from graphcomp.runtime.program.fingerprint import checksum
 from graphcomp.runtime.ranks.agreement import DataRank
@@ -35,6 +36,19 @@ class Options:
     @property
     def keeps(self) -> bool:
         return self.outputs != "none"
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The same in numbers that are alike in every process."""
+        names = number_of(repr((self.tokens, self.fractions))) if self.tokens else 0
+        return self.training, self.inspects, ("none", "local", "all").index(self.outputs), self.loss_scale, names
+
+    def __str__(self) -> str:
+        words = [f"{'a training' if self.training else 'an evaluation'} step", f"outputs={self.outputs!r}"]
+        words += [f"loss_scale={self.loss_scale}", f"tokens of {self.tokens}"]
+        words += [f"as floats of {self.fractions}"] if self.fractions else []
+        words += ["with hooks or check_finite"] if self.inspects else []
+        return ", ".join(words)
 
     def given(self, tokens: Mapping[str, torch.Tensor]) -> Options:
         """The same, with these denominators."""

@@ -18,15 +18,10 @@ from graphcomp.stored import Kind, Store
 
 
 @dataclass(frozen=True)
-class Bound:
-    """A microbatch with the specialisation that serves it: its tensors by path, its sizes by symbol."""
+class Bound(MicrobatchInputs):
+    """A microbatch with the specialisation that serves it."""
 
     specialisation: Specialisation
-    leaves: dict[str, torch.Tensor]
-    sizes: dict[str, int]
-
-    def inputs(self, seed: torch.Tensor | None) -> MicrobatchInputs:
-        return MicrobatchInputs(self.leaves, self.sizes, seed)
 
 
 @dataclass
@@ -170,7 +165,7 @@ def _serve(entry: _Entry, leaves: Sequence[Any]) -> Bound | None:
             continue
         sizes = one.joint.sizes.bind(tensors)
         if one.joint.sizes.accepts(sizes, tensors):
-            return Bound(one, tensors, sizes)
+            return Bound(tensors, sizes, one)
     return None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -14,11 +16,8 @@ from graphcomp.compiler import GraphCompiler
 from graphcomp.dataparallel.rows import join_rows, padded_rows
 from graphcomp.dispatch import Bound, Dispatcher, as_microbatches
 from graphcomp.errors import AgreementError, StepError
-from graphcomp.ir import meta
-from graphcomp.ir import signature as role
-from graphcomp.ir.digest import number_of
 from graphcomp.ir.randomness import step_seeds
-from graphcomp.prepare import Preparation, Prepared, key_of
+from graphcomp.prepare import Key, Preparation, Prepared, key_of
 from graphcomp.runtime.failures.failure import Failures, Progress
 from graphcomp.runtime.failures.signals import signals_held
 from graphcomp.runtime.failures.together import Together
@@ -52,7 +51,7 @@ class Engine:
         self.together = Together(self.agreement, self.failures, self.progress, self.require_usable)
         self.followed: Hashable = None
         self.compared = self.virtual or all(len(line) == 1 for line in self.agreement.lines)
-        self._scales: dict[tuple[float, torch.dtype], torch.Tensor] = {}
+        self._latest_scale: tuple[object, torch.Tensor | None] = None, None
 
     def bind(self, dispatcher: Dispatcher, given: Sequence[Iterable[Any]], options: Options) -> BoundStep:
         """Select specialisations and prepare them, until no rank has anything new to prepare.
@@ -74,9 +73,10 @@ class Engine:
                 if dispatcher.state is not self.followed:  # the model was read anew: modules may have been replaced
                     self.state.refresh()
                     self.followed = dispatcher.state
-                if options.runs:
+                if options.runs and self.state.on_meta:
                     self.state.require_real(self.preparation.used)
-                intents = [self._intent(one, options) for one in bound]
+                keys = [key_of([one.specialisation for one in line], options.keeps) for line in bound]
+                intents = [self._intent(one, options, key) for one, key in zip(bound, keys, strict=True)]
                 told = True
                 agreed = self._compare(intents)
                 self._check_meeting(intents, agreed)
@@ -85,16 +85,16 @@ class Engine:
                 if not told:
                     self.agreement.compare(Intent(), error)
                 raise
-            lines = [[one.specialisation for one in line] for line in bound]
             if not agreed.is_new:
                 if options.runs and not self.compared:
                     self._compare_contents(bound)
-                prepared = self.preparation.link(lines, options.keeps, agreed.ranks)
-                self._check_tokens(options, prepared[0])
+                prepared = self.preparation.link(keys, agreed.ranks)
+                if options.tokens:
+                    self._check_tokens(options, prepared[0])
                 return BoundStep(tuple(self._lines(bound, prepared, agreed.ranks)), agreed.ranks, options)
             # Compiling may add conditions that a microbatch of some rank breaks: all ranks select once more.
             try:
-                self.preparation.compile(lines, options.keeps)
+                self.preparation.compile([[one.specialisation for one in line] for line in bound], options.keeps)
             except Exception:
                 dispatcher.forget(before)
                 raise
@@ -128,37 +128,27 @@ class Engine:
         ranks = tuple(DataRank(one.contribution, one.microbatches) for one in intents)
         return Agreed(ranks, is_new, next(apart, None))
 
-    def _intent(self, bound: Sequence[Bound], options: Options) -> Intent:
-        specialisations = [one.specialisation for one in bound]
-        each = tuple((one.specialisation.number, *one.sizes.values()) for one in bound)
-        word = "a training" if options.training else "an evaluation"
-        lines = [
-            f"{word} step, outputs={options.outputs!r}, loss_scale={options.loss_scale}, tokens of {options.tokens}"
-            f"{f', as floats of {options.fractions}' * bool(options.fractions)}"
-            f"{', with hooks or check_finite' * options.inspects}",
-            f"{len(bound)} microbatches",
-            *(f"microbatch {i}: specialisation {n}, sizes {sizes}" for i, (n, *sizes) in enumerate(each)),
-        ]
-        contents: tuple[int, ...] = ()
+    def _intent(self, bound: Sequence[Bound], options: Options, key: Key) -> Intent:
+        each = [(one.specialisation.number, *one.sizes.values()) for one in bound]
+        contents: dict[tuple[int, str], int] = {}
         if self.compiler.plan.check is not None and not self.virtual:
-            found = contents_of(bound)
-            contents = tuple(found.values())
-            lines += contents_text(found)
-        kinds, names = ("none", "local", "all"), (options.tokens, options.fractions)
-        key = key_of(specialisations, options.keeps)
+            contents = contents_of(bound)
+
+        def describe() -> str:
+            lines = [f"microbatch {i}: specialisation {n}, sizes {sizes}" for i, (n, *sizes) in enumerate(each)]
+            return "\n".join([str(options), f"{len(bound)} microbatches", *lines, *contents_text(contents)])
+
+        known = self.preparation.known(key)
+        own = known.own if known else self.preparation.contribution([one.specialisation for one in bound])
+        exchanges = known.exchanges if known else {}
         return Intent(
-            common=(
-                (options.training, options.inspects),
-                kinds.index(options.outputs),
-                options.loss_scale,
-                number_of(repr(names)),
-            ),
-            own=(each, contents),
-            text="\n".join(lines),
-            contribution=self.preparation.contribution(specialisations).number,
-            microbatches=len(bound),
-            is_new=self.preparation.is_new(key),
-            exchanges={a: each.at([one.sizes for one in bound]) for a, each in self.preparation.exchanges(key).items()},
+            options.numbers,
+            (*each, *contents.values()),
+            describe,
+            own.number,
+            len(bound),
+            known is None,
+            {axis: one.at([micro.sizes for micro in bound]) for axis, one in exchanges.items()},
         )
 
     def _check_meeting(self, intents: Sequence[Intent], agreed: Agreed) -> None:
@@ -268,7 +258,7 @@ class Engine:
 
     def _count(self, step: BoundStep) -> tuple[Counts, int]:
         self.progress.doing = "counting tokens"
-        bound = [one.inputs(None) for line in step.lines for one in line.bound]
+        bound = [one for line in step.lines for one in line.bound]
         cuts = [cut for line in step.lines for cut in line.prepared.partitioned]
         return self.counting.count(bound, cuts, step.lines[0].prepared.total)
 
@@ -279,17 +269,16 @@ class Engine:
         if self.layout.data_mesh is not None and self.preparation.spreading:
             yield self.layout.data_mesh.get_group()
 
-    def _seeds(self, step: BoundStep) -> Sequence[torch.Tensor | None]:
+    def _seeds(self, step: BoundStep) -> Sequence[torch.Tensor] | None:
         """One for each microbatch of all data ranks, in their order; drawn by the job's first rank."""
-        count = sum(rank.microbatches for rank in step.ranks)
         if not step.lines[0].prepared.total.seeded:
-            return [None] * count
+            return None
+        count = sum(rank.microbatches for rank in step.ranks)
         return self.agreement.of_the_first(torch.stack(step_seeds(count))).unbind()
 
     def _inputs(
-        self, line: Line, counts: Counts, seeds: Sequence[torch.Tensor | None], loss_scale: float
+        self, line: Line, counts: Counts, seeds: Sequence[torch.Tensor] | None, loss_scale: float
     ) -> StepInputs:
-        own = seeds[line.first : line.first + len(line.bound)]
         specialisations = {one.specialisation.number: one.specialisation for one in line.bound}.values()
         captured = {name: value for one in specialisations for name, value in one.read_captured().items()}
         parameters, sharded = self.state.parameters(), line.prepared.sharded
@@ -299,25 +288,22 @@ class Engine:
         elif sharded:
             shards = self.state.shards()
         return StepInputs(
-            microbatches=[one.inputs(seed) for one, seed in zip(line.bound, own, strict=True)],
-            parameters={name: value for name, value in parameters.items() if name not in sharded},
+            microbatches=line.bound,
+            parameters=parameters,
             buffers=self.state.buffers(),
             captured=captured,
             denominators=counts.denominators,
-            loss_scale=self._scale(line.prepared, loss_scale),
+            loss_scale=self._scale(loss_scale, line.prepared.scale_dtype),
             shards=shards,
+            seeds=None if seeds is None else seeds[line.first : line.first + len(line.bound)],
         )
 
-    def _scale(self, prepared: Prepared, loss_scale: float) -> torch.Tensor | None:
-        for cut in prepared.partitioned:
-            for what, node in cut.joint.program.input_nodes():
-                found = meta.tensor(node) if isinstance(what, role.LossScale) else None
-                if found is not None:
-                    key = (loss_scale, found.dtype)
-                    if key not in self._scales:
-                        self._scales[key] = torch.full((), loss_scale, dtype=found.dtype, device=self.layout.device)
-                    return self._scales[key]
-        return None
+    def _scale(self, loss_scale: float, dtype: torch.dtype | None) -> torch.Tensor | None:
+        """As programs take it, if they do; the latest is kept, for a trainer seldom changes it."""
+        if dtype is not None and self._latest_scale[0] != (loss_scale, dtype):
+            made = torch.full((), loss_scale, dtype=dtype, device=self.layout.device)
+            self._latest_scale = (loss_scale, dtype), made
+        return self._latest_scale[1]
 
     def _finish(
         self,
@@ -396,11 +382,8 @@ class Engine:
         self, step: BoundStep, by_line: Sequence[Sequence[RankResult]], counts: Counts
     ) -> tuple[list[Closed], int, Sequence[torch.Tensor]]:
         """Losses and metrics of each pipeline in this process, how many collectives it took, the whole vectors."""
-        vectors: list[Any] = [
-            sum(
-                line.prepared.closing.pack(result.records, program.stages)
-                for result, program in zip(results, line.prepared.programs.ranks, strict=True)
-            )
+        vectors = [
+            reduce(add, [pack(own.values) for pack, own in zip(line.prepared.packings, results, strict=True)])
             for line, results in zip(step.lines, by_line, strict=True)
         ]
         closing, *others = [line.prepared.closing for line in step.lines]
@@ -418,7 +401,7 @@ class Engine:
         data = None
         if self.layout.data is not None:
 
-            def reduce(operation: Any) -> Any:
+            def through(operation: Any) -> Any:
                 def over_data_ranks(vector: torch.Tensor) -> None:
                     nonlocal used
                     dist.all_reduce(vector, operation, group=self.layout.data)
@@ -427,7 +410,7 @@ class Engine:
                 return over_data_ranks
 
             first = self.layout.data_rank == 0
-            data = DataRanks(reduce(dist.ReduceOp.SUM), reduce(dist.ReduceOp.MAX), first)
+            data = DataRanks(through(dist.ReduceOp.SUM), through(dist.ReduceOp.MAX), first)
         closed = closing.close(vectors[0], counts.denominators, data)
         return [closed], used, vectors
 

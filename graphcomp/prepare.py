@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from graphcomp.compat.tensor_parallel import part_shape, placed
@@ -13,6 +14,7 @@ from graphcomp.dataparallel.contribution import Contribution, combine, contribut
 from graphcomp.dataparallel.spec import Shards, Spec
 from graphcomp.dataparallel.step import DataParallel
 from graphcomp.errors import StateError
+from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.partition import Partitioned
 from graphcomp.runtime.program.executor import RankExecutor
@@ -25,7 +27,7 @@ from graphcomp.runtime.ranks.agreement import Agreement, DataRank
 from graphcomp.runtime.ranks.exchanges import Exchanges, exchanges
 from graphcomp.runtime.ranks.layout import Layout
 from graphcomp.runtime.ranks.tensor_ranks import values_text
-from graphcomp.runtime.results.closing import Closing
+from graphcomp.runtime.results.closing import Closing, Packing
 from graphcomp.runtime.state.initial import Initialiser, Recipe
 from graphcomp.runtime.state.live import LiveState
 from graphcomp.runtime.state.materialize import Holding, allocation, initialisation, on_meta
@@ -40,15 +42,19 @@ KEPT = 64
 class Prepared:
     """What one pipeline needs for a sequence of specialisations. executors: one for each of its ranks in this process.
 
-    total: what all data ranks together add up. data: what is done over data ranks; None with only one.
+    packings: for each of them, how the values that it records become its vector of the closing exchange. total: what
+    all data ranks together add up. data: what is done over data ranks; None with only one. scale_dtype: of the loss
+    scale; None where no program takes it.
     """
 
     partitioned: tuple[Partitioned, ...]
     programs: RankPrograms
     executors: tuple[RankExecutor, ...]
     closing: Closing
+    packings: tuple[Packing, ...]
     total: Contribution
     data: DataParallel | None
+    scale_dtype: torch.dtype | None
 
     @property
     def sharded(self) -> Mapping[str, Shards]:
@@ -56,7 +62,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class _Compiled:
+class Compiled:
     """What has been agreed on and compiled for a sequence of specialisations; data ranks not considered.
 
     exchanges: by axis, what this rank does with the others along it while its pipeline runs.
@@ -83,7 +89,7 @@ class Preparation:
     def __init__(self, compiler: GraphCompiler, layout: Layout, virtual: bool, state: LiveState) -> None:
         self.compiler, self.layout, self.virtual, self.state = compiler, layout, virtual, state
         self.agreement = Agreement(layout)
-        self._compiled: dict[Key, _Compiled] = {}
+        self._compiled: dict[Key, Compiled] = {}
         self._linked: dict[object, tuple[Prepared, ...]] = {}
         self._step_calls: dict[object, tuple[DataParallel | None, Sequence[StepCalls]]] = {}
         self._contributions: dict[int, Contribution] = {}
@@ -99,12 +105,9 @@ class Preparation:
         found = contribution({one.number: one.joint for one in specialisations}.values())
         return self._contributions.setdefault(found.number, found)
 
-    def is_new(self, key: Key) -> bool:
-        return key not in self._compiled
-
-    def exchanges(self, key: Key) -> Mapping[str, Exchanges]:
-        """Those of a step that is not new, by axis."""
-        return self._compiled[key].exchanges if key in self._compiled else {}
+    def known(self, key: Key) -> Compiled | None:
+        """What all ranks have prepared for these microbatches; None if that is new."""
+        return self._compiled.get(key)
 
     def forget(self) -> None:
         """Drop what was linked: after a step of virtual ranks that failed half way."""
@@ -125,7 +128,7 @@ class Preparation:
             self.agreement.alike({own + one.kind: one.text_to_compare for one in one_of_each.values()})
         homes = self._agree_on_homes(list(one_of_each.values()), outputs)
         failure: Exception | None = None
-        made: dict[Key, _Compiled] = {}
+        made: dict[Key, Compiled] = {}
         wire, to_shard, materialize = "", "", _nothing
         try:
             for line in lines:
@@ -239,7 +242,7 @@ class Preparation:
             if all(one == homes for one in found):
                 return homes
 
-    def _compile(self, line: Sequence[Specialisation], outputs: bool) -> _Compiled:
+    def _compile(self, line: Sequence[Specialisation], outputs: bool) -> Compiled:
         partitioned = tuple(self.compiler.partition(one, outputs=outputs) for one in line)
         programs = self.compiler.lower(partitioned, outputs=outputs, rank=self._rank)
         callables = self.compiler.compile(programs, line, outputs=outputs)
@@ -249,7 +252,7 @@ class Preparation:
             axis: exchanges(actions, partitioned, axis == regather, peers, formulas=axis != "tp")
             for axis, peers in self.layout.peers.items()
         }
-        return _Compiled(tuple(line), partitioned, callables, self.contribution(line), together)
+        return Compiled(tuple(line), partitioned, callables, self.contribution(line), together)
 
     @property
     def _rank(self) -> int | None:
@@ -266,23 +269,20 @@ class Preparation:
                         do="freeze it (model.eval() for its module), or use a layer without running statistics",
                     )
 
-    def link(
-        self, lines: Sequence[Sequence[Specialisation]], outputs: bool, ranks: Sequence[DataRank]
-    ) -> tuple[Prepared, ...]:
+    def link(self, lines: Sequence[Key], ranks: Sequence[DataRank]) -> tuple[Prepared, ...]:
         """What the pipelines in this process need, next to what all data ranks do. Needs no agreement: it follows."""
-        compiled = [self._compiled[key_of(line, outputs)] for line in lines]
         everyone = tuple(rank.contribution for rank in ranks)
-        key = (tuple(key_of(line, outputs) for line in lines), everyone, len(self.compiler.homes))
-        if key not in self._linked:
+        key = (tuple(lines), everyone, len(self.compiler.homes))
+        found = self._linked.get(key)
+        if found is None:
             total = combine([self._contributions[number] for number in everyone])
+            data, calls = self._step_programs(total, len(lines))
+            each = zip(lines, calls, strict=True)
+            found = tuple(self._line(self._compiled[line], line[1], total, data, own) for line, own in each)
             while len(self._linked) >= KEPT:
                 del self._linked[next(iter(self._linked))]
-            self._linked[key] = self._link(compiled, outputs, total)
-        return self._linked[key]
-
-    def _link(self, compiled: Sequence[_Compiled], outputs: bool, total: Contribution) -> tuple[Prepared, ...]:
-        data, calls = self._step_programs(total, len(compiled))
-        return tuple(self._line(one, outputs, total, data, own) for one, own in zip(compiled, calls, strict=True))
+            self._linked[key] = found
+        return found
 
     def _step_programs(self, total: Contribution, lines: int) -> tuple[DataParallel | None, Sequence[StepCalls]]:
         """What is done once a step, for each pipeline of this process: the same whatever its microbatches are."""
@@ -302,7 +302,7 @@ class Preparation:
         return data, calls
 
     def _line(
-        self, one: _Compiled, outputs: bool, total: Contribution, data: DataParallel | None, calls: StepCalls
+        self, one: Compiled, outputs: bool, total: Contribution, data: DataParallel | None, calls: StepCalls
     ) -> Prepared:
         programs = self.compiler.lower(one.partitioned, outputs=outputs, rank=self._rank, data=data)
         network = VirtualNetwork()
@@ -321,7 +321,9 @@ class Preparation:
             for program in programs.ranks
         )
         closing = Closing(one.partitioned, self.layout.device, total.losses, total.metrics)
-        return Prepared(one.partitioned, programs, executors, closing, total, data)
+        packings = tuple(closing.packing(program.records, program.stages) for program in programs.ranks)
+        scale = _scale_dtype(one.partitioned)
+        return Prepared(one.partitioned, programs, executors, closing, packings, total, data, scale)
 
     def _data(self, total: Contribution) -> DataParallel | None:
         if self.layout.data_ranks == 1:
@@ -353,6 +355,16 @@ class Preparation:
         return CheckedTransport(transport, self.layout.side, self.layout.ranks, self._steps)
 
 
+def _scale_dtype(partitioned: Sequence[Partitioned]) -> torch.dtype | None:
+    """Of the loss scale that programs take, if one does."""
+    for cut in distinct(partitioned):
+        for what, node in cut.joint.program.input_nodes():
+            found = meta.tensor(node) if isinstance(what, role.LossScale) else None
+            if found is not None:
+                return found.dtype
+    return None
+
+
 def _nothing() -> None:
     pass
 
@@ -365,7 +377,7 @@ def _model_text(model: nn.Module) -> str:
     )
 
 
-def _wire_text(compiler: GraphCompiler, one: _Compiled) -> str:
+def _wire_text(compiler: GraphCompiler, one: Compiled) -> str:
     """What goes over the wire in a step, as text: the schedule, and each boundary's values."""
     lines = [compiler.schedule(one.partitioned).text()]
     for number, cut in enumerate(distinct(one.partitioned)):

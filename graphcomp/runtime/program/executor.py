@@ -39,13 +39,14 @@ class RankResult:
     """What a rank's part of a step yields. Nothing of it has been written to parameters or buffers yet.
 
     gradients: by stage, then by parameter; absent where no microbatch yields one. buffers: new values by
-    name. records: (microbatch, role) and value of losses, metrics and outputs.
+    name. records: (microbatch, role) of losses, metrics and outputs, as the program has them; values: of each.
     """
 
     microbatches: int
     gradients: Mapping[int, Mapping[str, torch.Tensor]]
     buffers: Mapping[str, torch.Tensor]
-    records: Sequence[tuple[tuple[int, Role], torch.Tensor]] = field(repr=False)
+    records: Sequence[tuple[int, Role]] = field(repr=False)
+    values: Sequence[torch.Tensor] = field(repr=False)
     messages: int
     bytes_sent: int
     collectives: int = 0
@@ -53,7 +54,7 @@ class RankResult:
     def recorded(self, kind: type[Loss] | type[Metric] | type[Output]) -> list[dict[str, torch.Tensor]]:
         """One dictionary a microbatch: losses or metrics by name, outputs by path."""
         found: list[dict[str, torch.Tensor]] = [{} for _ in range(self.microbatches)]
-        for (microbatch, role), value in self.records:
+        for (microbatch, role), value in zip(self.records, self.values, strict=True):
             if isinstance(role, kind):
                 found[microbatch][role.path if isinstance(role, Output) else role.name] = value
         return found
@@ -198,7 +199,8 @@ class RankExecutor:
             microbatches=self.program.microbatches,
             gradients=gradients,
             buffers=state.buffers,
-            records=list(zip(self.program.records, state.records, strict=True)),
+            records=self.program.records,
+            values=state.records,
             messages=self.transport.messages,
             bytes_sent=self.transport.bytes_sent,
             collectives=self.collectives,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -25,14 +26,15 @@ from graphcomp.partition.stages import Partitioned
 from graphcomp.runtime.program.instructions import RankProgram
 from graphcomp.runtime.program.link import State
 
+Given = TypeVar("Given")
+
 
 @dataclass(frozen=True)
 class MicrobatchInputs:
-    """leaves: tensors by path, on the device. sizes: by symbol. seed: 0-dim int64 on the host, or None."""
+    """leaves: tensors by path, on the device. sizes: by symbol."""
 
     leaves: Mapping[str, torch.Tensor]
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    seed: torch.Tensor | None = None
+    sizes: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class StepInputs:
     """All inputs of one step. Only those that a rank's programs name are read.
 
     parameters, buffers, captured: by name. denominators: 0-dim, by loss name. loss_scale: 0-dim. shards: the padded
-    rows that this rank holds of sharded parameters, by name.
+    rows that this rank holds of sharded parameters, by name. seeds: 0-dim int64 on the host, one a microbatch; None
+    where no program draws.
     """
 
     microbatches: Sequence[MicrobatchInputs]
@@ -50,6 +53,7 @@ class StepInputs:
     denominators: Mapping[str, torch.Tensor] = field(default_factory=dict)
     loss_scale: torch.Tensor | None = None
     shards: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    seeds: Sequence[torch.Tensor] | None = None
 
 
 def link_binds(program: RankProgram, specialisations: Sequence[Partitioned]) -> Callable[[State, StepInputs], None]:
@@ -109,13 +113,13 @@ def link_binds(program: RankProgram, specialisations: Sequence[Partitioned]) -> 
         for register in scales:
             registers[register] = _given(inputs.loss_scale, LossScale(), program.rank)
         for register, microbatch in seeds:
-            registers[register] = _given(inputs.microbatches[microbatch].seed, Seed(), program.rank)
+            registers[register] = _given(inputs.seeds, Seed(), program.rank)[microbatch]
         state.sizes = [given.sizes for given in inputs.microbatches]
 
     return fill
 
 
-def _given(value: torch.Tensor | None, role: Role, rank: int) -> torch.Tensor:
+def _given(value: Given | None, role: Role, rank: int) -> Given:
     if value is None:
         raise StepError(f"the step was not given '{role}', which the program reads", where=f"rank {rank}")
     return value

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Literal
 
 import sympy
@@ -135,20 +136,27 @@ def _run(run: Run, context: Context) -> Operation:
             f"no callable for {run.kind} of stage {run.stage}, specialisation {run.specialisation}",
             got=sorted(context.callables),
         )
-    call, arguments, frees, gradients = context.callables[key], run.arguments, run.frees, run.gradients
+    call, frees = context.callables[key], run.frees
+    arguments, accumulators = taken(run.arguments), taken(run.gradients)
     keep = [(register, place) for place, register in enumerate(run.results) if register is not None]
 
     def operation(state: State) -> None:
-        registers, accumulators = state.registers, state.gradients
-        given = [registers[register] for register in arguments]
+        registers = state.registers
+        given = [*arguments(registers), *accumulators(state.gradients)]
         for register in frees:
             registers[register] = None
-        given += [accumulators[slot] for slot in gradients]
         results = call(given)
         for register, place in keep:
             registers[register] = results[place]
 
     return operation
+
+
+def taken(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """A function that takes what stands at these places of a list: one call for all of them."""
+    if len(places) < 2:
+        return lambda found: [found[place] for place in places]
+    return itemgetter(*places)
 
 
 class _Shapes:

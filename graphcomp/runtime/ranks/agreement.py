@@ -6,7 +6,7 @@ It runs over the gloo side group and never touches a device. Where there is one 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -26,16 +26,16 @@ _MASK = (1 << 62) - 1
 class Intent:
     """What a rank is about to do in a step, in numbers that are alike in every process.
 
-    common: what all ranks of the job must have in common. own: what those of one data rank must, besides.
-    text: both in words, what is common on the first line. contribution: stands for what this data rank adds to the sums
-    over all of them (see `dataparallel.contribution`). microbatches: how many it has. is_new: it cannot run this before
-    all ranks prepare. exchanges: by axis, what the ranks along it must have in common; known only to one that is not
-    new.
+    common: what all ranks of the job must have in common. own: what those of one data rank must, besides. describe:
+    gives both in words, what is common on the first line; asked for where they differ. contribution: stands for what
+    this data rank adds to the sums over all of them (see `dataparallel.contribution`). microbatches: how many it has.
+    is_new: it cannot run this before all ranks prepare. exchanges: by axis, what the ranks along it must have in
+    common; known only to one that is not new.
     """
 
     common: Hashable = ()
     own: Hashable = ()
-    text: str = ""
+    describe: Callable[[], str] = str
     contribution: int = 0
     microbatches: int = 0
     is_new: bool = False
@@ -114,9 +114,9 @@ class Agreement:
             return all(len({rows[member][column] for member in group}) == 1 for group in groups)
 
         if any(row[0] for row in rows) or not alike(self.everyone, 1):
-            self.share(intent.text.partition("\n")[0], failure, "take part in the step", self.everyone)
+            self.share(intent.describe().partition("\n")[0], failure, "take part in the step", self.everyone)
         elif not alike(self.lines, 2):
-            self.share(intent.text, None, "take part in the step")
+            self.share(intent.describe(), None, "take part in the step")
         is_new = any(row[5] for row in rows)
         firsts = [rows[line[0]] for line in self.lines]
         ranks = tuple(DataRank(row[3], row[4]) for row in firsts)

@@ -7,9 +7,8 @@ back from the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 
 import torch
 
@@ -17,6 +16,7 @@ from graphcomp.capture.joint import LossSpec, MetricSpec
 from graphcomp.ir.signature import Loss, Metric, Role
 from graphcomp.partition.stages import Partitioned
 
+Packing = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 Reduce = Callable[[torch.Tensor], object]
 """Adds (or takes the largest of) a vector over ranks, in place."""
 
@@ -82,23 +82,25 @@ class Closing:
         }
         self._present = {name: (len(places), self._index(places)) for name, places in present.items()}
 
-    def pack(self, records: Iterable[tuple[tuple[int, Role], torch.Tensor]], stages: Iterable[int]) -> torch.Tensor:
-        """The vector of one rank, that holds `stages`, from its recorded values."""
-        held = set(stages)
-        # One look-up a value: hashing the keys is what this costs.
-        found = [(self._entries.get(key), value) for key, value in records]
-        own = [(entry[1], value) for entry, value in found if entry is not None and entry[0] in held]
-        own.sort(key=itemgetter(0))
-        vector = torch.zeros(self.length, dtype=torch.float64, device=self.device)
-        start = 0
-        while start < len(own):
-            first, dtype = own[start][0], own[start][1].dtype
-            end = start
-            while end < len(own) and own[end][0] == first + end - start and own[end][1].dtype == dtype:
-                end += 1
-            vector[first : first + end - start] = torch.stack([value for _, value in own[start:end]])
-            start = end
-        return vector
+    def packing(self, records: Sequence[tuple[int, Role]], stages: Collection[int]) -> Packing:
+        """How one rank, that holds `stages`, makes its vector of what it records: a value for each of `records`."""
+        found = [(self._entries[key], number) for number, key in enumerate(records) if key in self._entries]
+        pieces: list[tuple[int, list[int]]] = []
+        for place, number in sorted((place, number) for (stage, place), number in found if stage in stages):
+            if not pieces or pieces[-1][0] + len(pieces[-1][1]) != place:
+                pieces.append((place, []))
+            pieces[-1][1].append(number)
+
+        def pack(values: Sequence[torch.Tensor]) -> torch.Tensor:
+            vector = torch.zeros(self.length, dtype=torch.float64, device=self.device)
+            for start, numbers in pieces:
+                piece = [values[number] for number in numbers]
+                if len({value.dtype for value in piece}) > 1:
+                    piece = [value.double() for value in piece]
+                vector[start : start + len(piece)] = torch.stack(piece)
+            return vector
+
+        return pack
 
     def of_each(
         self, vector: torch.Tensor, denominators: Mapping[str, torch.Tensor]
@@ -129,13 +131,13 @@ class Closing:
         """
         totals = vector[self._totals].view(len(self.losses), self.microbatches)
         below = self._denominators(denominators)
-        shares = (totals / below[:, None]).sum(0)
+        shares = _shares(totals, below)
         sums, largest = self._summary(vector, totals, data is None or data.first)
         if data is not None:
             data.add(sums)
             if len(largest):
                 data.largest(largest)
-        return self._closed(sums, largest, below, tuple(shares.unbind()))
+        return self._closed(sums, largest, below, shares)
 
     def close_together(
         self,
@@ -158,7 +160,7 @@ class Closing:
         ]
         sums = torch.stack([part[0] for part in parts]).sum(0)
         largest = torch.stack([part[1] for part in parts]).amax(0) if len(parts[0][1]) else parts[0][1]
-        return [self._closed(sums, largest, below, tuple((total / below[:, None]).sum(0).unbind())) for total in totals]
+        return [self._closed(sums, largest, below, _shares(total, below)) for total in totals]
 
     def _denominators(self, denominators: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if not self.losses:
@@ -168,22 +170,22 @@ class Closing:
     def _summary(self, vector: torch.Tensor, totals: torch.Tensor, first: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """What is added up over data ranks (losses; sums; means with their counts; the first rank's last),
         and what the largest of is taken (maxima, and minima negated)."""
-        sums, largest = list(totals.sum(1).unbind()), []
+        sums, largest = [totals.sum(1)], []
         for spec in self.metrics:
             count, index = self._present[spec.name]
             values = vector[index]
             match spec.reduction:
                 case "sum":
-                    sums.append(values.sum())
+                    sums.append(values.sum(0, keepdim=True))
                 case "mean":
-                    sums += [values.sum(), vector.new_full((), count)]
+                    sums += [values.sum(0, keepdim=True), vector.new_full((1,), count)]
                 case "last":
-                    sums.append(values[-1] if first and count else vector.new_zeros(()))
+                    sums.append(values[-1:] if first and count else vector.new_zeros(1))
                 case "max":
-                    largest.append(values.amax() if count else vector.new_full((), -torch.inf))
+                    largest.append(values.amax(0, keepdim=True) if count else vector.new_full((1,), -torch.inf))
                 case "min":
-                    largest.append(values.amin().neg() if count else vector.new_full((), -torch.inf))
-        return _stack(sums, vector), _stack(largest, vector)
+                    largest.append(values.amin(0, keepdim=True).neg() if count else vector.new_full((1,), -torch.inf))
+        return torch.cat(sums), torch.cat(largest) if largest else vector.new_zeros(0)
 
     def _closed(
         self, sums: torch.Tensor, largest: torch.Tensor, below: torch.Tensor, shares: tuple[torch.Tensor, ...]
@@ -219,8 +221,8 @@ class DataRanks:
     first: bool
 
 
-def _stack(values: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    return torch.stack(list(values)) if values else like.new_zeros(0)
+def _shares(totals: torch.Tensor, below: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (totals / below.unsqueeze(1)).sum(0).unbind()
 
 
 def _owners(one: Partitioned) -> dict[Role, int]:

@@ -1,4 +1,4 @@
-"""The model's live state: parameters and buffers by original name, read anew at each step, written once at its end."""
+"""The model's live state: parameters and buffers by original name, as each step finds them, written once at its end."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ class Writes:
 
 
 class LiveState:
-    """Looks parameters and buffers up where the modules keep them, without walking over the modules each time."""
+    """Looks parameters and buffers up where the modules keep them, without walking over the modules each time.
+
+    on_meta: the names of those without memory. Has to be refreshed when one of them is replaced by another tensor.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -74,20 +77,21 @@ class LiveState:
         model = self.model
         self._parameters = {name: _place(model, name, own_parameters) for name, _ in model.named_parameters()}
         self._buffers = {name: _place(model, name, own_buffers) for name, _ in model.named_buffers()}
-        live = _read(self._parameters)
+        live, buffers = _read(self._parameters), _read(self._buffers)
+        self._parts = {name for name, one in {**live, **buffers}.items() if is_part(one)}
         self._sharded = {
-            name: _sharded(name, p) for name, p in live.items() if isinstance(p, DTensor) and not is_part(p)
+            name: _sharded(name, p) for name, p in live.items() if isinstance(p, DTensor) and name not in self._parts
         }
-        self._overlaps = overlaps({**live, **self.buffers()})
-        self._on_meta = frozenset(n for n, one in {**live, **self.buffers()}.items() if local_rows(one).is_meta)
+        self._live_buffers, self._live = buffers, {**live, **{name: one.form for name, one in self._sharded.items()}}
+        self._overlaps = overlaps({**live, **buffers})
+        self.on_meta = frozenset(n for n, one in {**live, **buffers}.items() if local_rows(one).is_meta)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """All parameters, as plain tensors; of one that is laid out over tensor ranks, this rank's part.
 
         In the place of a sharded one is a tensor on meta of the whole's form.
         """
-        own = {name: local_part(parameter) for name, parameter in _read(self._parameters).items()}
-        return {**own, **{name: one.form for name, one in self._sharded.items()}}
+        return self._of_this_rank(self._live)
 
     def shards(self) -> dict[str, torch.Tensor]:
         """This rank's rows of the sharded parameters, padded; the parameter's own memory where nothing is missing."""
@@ -99,7 +103,10 @@ class LiveState:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """All buffers, as plain tensors; of one that is laid out over tensor ranks, this rank's part."""
-        return {name: local_part(buffer) for name, buffer in _read(self._buffers).items()}
+        return self._of_this_rank(self._live_buffers)
+
+    def _of_this_rank(self, live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {**live, **{name: local_part(live[name]) for name in self._parts if name in live}}
 
     def commit(self, gradients: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
         """Add gradients to `.grad` and write buffers. The last act of a step; raises as `writes` does."""
@@ -141,23 +148,24 @@ class LiveState:
         if name in self._sharded:
             rows = self._sharded[name].rows_in(parameter).shape[0]
             gradient = sharded_like(gradient.narrow(0, 0, rows), parameter)
-        elif is_part(parameter):
+        elif name in self._parts:
             gradient = sharded_like(gradient, parameter)
         before = parameter.grad
-        if before is not None and _split(before) != _split(gradient):
+        if before is None:
+            return parameter, gradient
+        if _split(before) != _split(gradient):
             raise StateError(
                 f"the gradient of parameter '{name}' cannot be added to what its .grad holds",
                 expected=f"None, or {_form(gradient)}",
                 got=_form(before),
                 do="call zero_grad() before the step, or keep the gradients that earlier steps wrote",
             )
-        if before is not None:
-            _require_writable(f"the gradient of parameter '{name}'", local_rows(before))
+        _require_writable(f"the gradient of parameter '{name}'", local_rows(before))
         return parameter, gradient
 
     def require_real(self, used: Collection[str]) -> None:
         """Refuse to run on what has no memory yet."""
-        missing = sorted(self._on_meta.intersection(used)) if self._on_meta else []
+        missing = sorted(self.on_meta.intersection(used))
         if missing:
             raise StepError(
                 f"'{missing[0]}' is still on the meta device",

@@ -231,7 +231,7 @@ def test_what_a_step_lacks_is_named() -> None:
     with pytest.raises(StepError, match="another number of microbatches"):
         executor.begin(made.inputs(batches(2, 2)))
     with pytest.raises(StepError, match="not given 'w0'"):
-        executor.begin(StepInputs([MicrobatchInputs({"x": given[0]})]))
+        executor.begin(StepInputs([MicrobatchInputs({"x": given[0]}, {})]))
     with pytest.raises(StepError, match="not given 'loss'"):
         executor.begin(dataclasses.replace(made.inputs(given), denominators={}))
     with pytest.raises(StepError, match="no step has begun"):

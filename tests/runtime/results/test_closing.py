@@ -42,8 +42,15 @@ def recorded(rank: int, microbatches: int, shift: float = 0.0) -> list[tuple[tup
     return found
 
 
+def packed(closing: Closing, rank: int, microbatches: int, shift: float = 0.0, other: int = 0) -> torch.Tensor:
+    """The vector of a rank that holds the stage of its own number, or the one so many stages before it."""
+    records = recorded(rank, microbatches, shift)
+    pack = closing.packing([key for key, _ in records], [rank - other])
+    return pack([value for _, value in records])
+
+
 def vector_of(closing: Closing, microbatches: int, shift: float = 0.0) -> torch.Tensor:
-    return sum(closing.pack(recorded(rank, microbatches, shift), [rank]) for rank in range(2))  # type: ignore[return-value]
+    return packed(closing, 0, microbatches, shift) + packed(closing, 1, microbatches, shift)
 
 
 def numbers(closed: Closed) -> dict[str, float]:
@@ -70,15 +77,15 @@ def test_every_rank_gets_every_value() -> None:
 
 def test_a_rank_packs_only_what_its_stages_are_asked_for() -> None:
     closing = Closing([cut()] * 2)
-    one, other = (closing.pack(recorded(rank, 2), [rank]) for rank in range(2))
+    one, other = (packed(closing, rank, 2) for rank in range(2))
     assert one.dtype is torch.float64
     assert not bool(((one != 0) & (other != 0)).any())
-    assert not bool(closing.pack(recorded(1, 2), [0]).any())
+    assert not bool(packed(closing, 1, 2, other=1).any())
 
 
 def test_no_microbatch() -> None:
     closing = Closing([], losses=LOSSES, metrics=METRICS)
-    closed = closing.close(closing.pack([], [0]), DENOMINATORS)
+    closed = closing.close(packed(closing, 0, 0), DENOMINATORS)
     assert float(closed.loss) == 0.0
     assert closed.microbatch_losses == ()
     found = numbers(closed)
