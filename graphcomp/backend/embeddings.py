@@ -25,23 +25,48 @@ def scatter_embeddings(graph: Graph) -> int:
         if node.target is not _aten.embedding_dense_backward.default or len(node.users) != 1:
             continue
         (add,) = node.users
-        if add.target is _aten.add.Tensor and not add.kwargs and _scatter(graph, node, add):
-            found += 1
+        found += _scatter(graph, node, add)
     return found
+
+
+def _outermost(graph: Graph, gradient: Node, add: Node, other: Node) -> tuple[Node, Node]:
+    """(addition of this gradient, what it is added to), such that nothing is added behind it: the other terms of a tied
+    weight's gradient are added to the accumulator as they are computed."""
+    while len(add.users) == 1:
+        (outer,) = add.users
+        base = _other(outer, add)
+        if base is None or base.op != "placeholder" or meta.value(base).dtype is not meta.value(add).dtype:
+            break
+        with graph.inserting_before(add) if other.op == "placeholder" else graph.inserting_after(other):
+            first = graph.call_function(_aten.add.Tensor, (base, other))
+        meta.set_value(first, meta.value(outer))
+        outer.args = (first, gradient)
+        graph.erase_node(add)
+        add, other = outer, first
+    return add, other
+
+
+def _other(add: Node, term: Node) -> Node | None:
+    """The other term of a plain sum of two."""
+    if add.target is not _aten.add.Tensor or add.kwargs:
+        return None
+    rest = [x for x in add.args if x is not term]
+    return rest[0] if len(rest) == 1 and isinstance(rest[0], Node) else None
 
 
 def _scatter(graph: Graph, gradient: Node, add: Node) -> bool:
     given = arguments(gradient)
     grown, indices, padding = given["grad_output"], given["indices"], given["padding_idx"]
-    others = [x for x in add.args if x is not gradient]
-    if given["scale_grad_by_freq"] or len(others) != 1 or not isinstance(others[0], Node):
+    other = _other(add, gradient)
+    if given["scale_grad_by_freq"] or other is None:
         return False
-    target, own, values = meta.tensor(others[0]), meta.tensor(gradient), meta.tensor(grown)
+    target, own, values = meta.tensor(other), meta.tensor(gradient), meta.tensor(grown)
     places = meta.tensor(indices)
     if target is None or own is None or values is None or places is None or target.shape != own.shape:
         return False
     if torch.promote_types(target.dtype, own.dtype) is not target.dtype or target.dtype.itemsize < 4:
         return False  # half precision would round at every row: a frequent token's sum would stop growing
+    add, other = _outermost(graph, gradient, add, other)
     with graph.inserting_before(add):
         if places.dtype is not torch.int64:
             indices = graph.call_function(_aten.to.dtype, (indices, torch.int64))
@@ -51,7 +76,7 @@ def _scatter(graph: Graph, gradient: Node, add: Node) -> bool:
             grown = graph.call_function(_aten.where.ScalarOther, (kept, grown, 0))
         if values.dtype is not target.dtype:
             grown = graph.call_function(_aten.to.dtype, (grown, target.dtype))
-        total = graph.call_function(_aten.index_put.default, (others[0], [indices], grown, True))
+        total = graph.call_function(_aten.index_put.default, (other, [indices], grown, True))
     meta.set_value(total, meta.value(add))
     add.replace_all_uses_with(total)
     graph.erase_node(add)

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from graphcomp.compat.decompositions import inductor_table, trace_with
 from graphcomp.compat.onednn import use_onednn
+from graphcomp.compat.sums import write_sums
 from graphcomp.compat.symbols import FakeTensorMode
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -57,10 +58,10 @@ def compile_graph(
         with mode, enable_python_dispatcher():
             module = _decompose(module, inputs)
         module = _recursive_joint_graph_passes(module, input_device=_device(inputs))
-        if use_onednn(module.graph):
-            module.recompile()  # its code is the key of Inductor's cache on disk
+        use_onednn(module.graph)
         output = module.graph.output_node()
-        _write(module, written)
+        write_sums(module.graph, written)
+        module.recompile()  # its code is the key of Inductor's cache on disk
         results: Any = output.args[0]
         visible = [place for place, node in enumerate(results) if isinstance(node, Node)]
         output.meta["user_visible_output_idxs"] = visible
@@ -93,34 +94,12 @@ def _decompose(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     run: Callable[..., Any] = torch.fx.Interpreter(module).run
     done = trace_with(lambda *values: list(run(*values)), inputs, inductor_table())
     if any(_writes(node) for node in done.graph.nodes):  # some decompositions fill a tensor in place
-        functional = torch.func.functionalize(run, remove="mutations_and_views")
+        # Of what the first trace made: a function that an operator takes is run under other transforms there.
+        functional = torch.func.functionalize(torch.fx.Interpreter(done).run, remove="mutations_and_views")
         done = trace_with(lambda *values: list(functional(*values)), inputs, inductor_table())
     done.graph.eliminate_dead_code()
     done.recompile()
     return done
-
-
-def _write(module: GraphModule, written: Sequence[tuple[int, int]]) -> None:
-    """Have results written to inputs by a copy, which Inductor makes one with the operation before it.
-
-    It stands right behind that operation, for there is where Inductor writes, and lets go of what it has added.
-    """
-    graph = module.graph
-    output = graph.output_node()
-    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    placeholders = graph.find_nodes(op="placeholder")
-    for source, target in written:
-        total, place = results[target], placeholders[source]
-        if total.target is torch.ops.aten.add.Tensor and total.meta["val"].dtype is total.args[1].meta["val"].dtype:
-            # The same sum, but not taken for the bias of a product, which would need a result of its own to be copied.
-            total.target = torch.ops.prims.add.default
-        with graph.inserting_after(total):
-            copied = graph.call_function(torch.ops.aten.copy_.default, (place, total))
-        copied.meta["val"] = place.meta["val"]
-        results[target] = None
-    output.args = (tuple(results),)
-    if written:
-        module.recompile()
 
 
 def _writes(node: Node) -> bool:

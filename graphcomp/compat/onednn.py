@@ -1,8 +1,8 @@
-"""Large matrix products on CPU by oneDNN, which torch ships, instead of the BLAS it was built with.
+"""Large matrix products on CPU by oneDNN, which torch ships, instead of MKL, where MKL is slow.
 
-The BLAS may take the code for an older processor: on an AMD EPYC with AVX-512 it does half of what oneDNN does in
-fp32. Torch's own path to oneDNN inside Inductor is for frozen weights only; this one takes any operands. The operator
-behind it has no public name.
+MKL takes the code for an older processor where Intel has not made it: on an AMD EPYC with AVX-512 it does half of what
+oneDNN does in fp32, while on a Xeon it is the faster one. Torch's own path to oneDNN inside Inductor is for frozen
+weights only; this one takes any operands. The operator behind it has no public name.
 """
 
 from __future__ import annotations
@@ -51,13 +51,19 @@ torch.library.register_fake("graphcomp::linear", _fake, lib=_LIBRARY)
 LINEAR = torch.ops.graphcomp.linear.default
 
 
-def available() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+def pays() -> bool:
+    """Whether oneDNN is there, and the faster one: by the maker, not by a measurement, so that runs are alike."""
+    there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return there and not (torch.backends.mkl.is_available() and _made_by_intel())
+
+
+def _made_by_intel() -> bool:
+    return str(torch.cpu.get_capabilities().get("cpu_name", "")).startswith("Intel")
 
 
 def use_onednn(graph: Graph) -> int:
     """Turn the large fp32 products on CPU of a decomposed graph into calls of oneDNN; returns how many."""
-    if not available():
+    if not pays():
         return 0
     found = 0
     for node in list(graph.nodes):

@@ -121,10 +121,11 @@ def test_a_frequent_token_keeps_its_gradient_in_half_precision() -> None:
 
 
 @pytest.mark.inductor
-def test_compiled_it_needs_no_table_of_zeros() -> None:
-    """Beside the sum itself, what is allocated does not grow with the vocabulary."""
+@pytest.mark.parametrize("tied", [False, True])
+def test_compiled_it_needs_no_table_of_zeros(tied: bool) -> None:
+    """Beside the sum itself, no matrix of the size of the table is allocated: for neither term of a tied one."""
     torch.manual_seed(0)
-    model, tokens = Table(padding_idx=3), torch.tensor([[1, 3, 3], [0, 49, 1]])
+    model, tokens = Table(tied, padding_idx=3), torch.tensor([[1]])
     program = program_of(model, tokens)
     call = backend.get("inductor").compile(program).call
     expected = boxed_callable(program)(inputs_of(program, model, tokens))

@@ -17,6 +17,11 @@ from graphcomp.compat.onednn import LINEAR, use_onednn
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 
 
+@pytest.fixture(autouse=True)
+def not_made_by_intel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "_made_by_intel", lambda: False)
+
+
 def step(x: Tensor, weight: Tensor, bias: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
     """A linear layer forward and backward, with every form of operand: dense and transposed."""
     out = torch.addmm(bias, x, weight.t())
@@ -56,16 +61,23 @@ def test_small_products_stay() -> None:
     assert use_onednn(traced(small, [torch.ones(64, 16), torch.ones(16, 32)]).graph) == 0
 
 
-def test_a_symbolic_size_is_taken_for_64_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_symbolic_size_is_taken_for_64_at_least() -> None:
     def product(x: Tensor, weight: Tensor) -> Tensor:
         return x @ weight
 
     inputs = [torch.ones(3, 192), torch.ones(192, 192)]
     assert use_onednn(traced(product, inputs, "fake").graph) == 0
     module = make_fx(product, tracing_mode="symbolic")(*inputs)
-    assert use_onednn(module.graph) == int(onednn.available())
-    monkeypatch.setattr(onednn, "available", lambda: False)
-    assert use_onednn(make_fx(product, tracing_mode="symbolic")(*inputs).graph) == 0
+    assert use_onednn(module.graph) == int(onednn.pays())
+
+
+@pytest.mark.parametrize(("name", "taken"), [("Intel Xeon", False), ("AMD EPYC", True), ("", True)])
+@needs_onednn
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
+def test_mkl_is_left_alone_where_it_is_fast(name: str, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": name})
+    assert bool(use_onednn(traced(step, operands(96)).graph)) is taken
 
 
 OPERANDS = {
