@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from graphcomp.call import BoundStep, Options, Ran
+from graphcomp.compat.run_time_sizes import host_syncs
 from graphcomp.compiler import GraphCompiler, Specialisation
 from graphcomp.dispatch import Dispatcher
 from graphcomp.engine import Engine
@@ -39,7 +40,8 @@ class Stats:
     """Counters. traces: captures made. programs: programs compiled on this rank. steps: steps that ended well.
 
     messages, bytes_sent: payloads this rank sent to other stages in the last step. collectives: of the last step, the
-    closing exchange of losses and metrics included.
+    closing exchange of losses and metrics included. host_syncs: how often the last step waited for the device in order
+    to read how many rows an exact `all_to_all` moves.
     """
 
     traces: int = 0
@@ -48,6 +50,7 @@ class Stats:
     messages: int = 0
     bytes_sent: int = 0
     collectives: int = 0
+    host_syncs: int = 0
 
 
 class CompiledStep:
@@ -261,7 +264,9 @@ class CompiledStep:
             raise PlanError(f"unknown outputs={options.outputs!r}", expected=", ".join(map(repr, _OUTPUTS)))
         stats = self.stats
         looking = Looking(stats.steps, tuple(self._hooks.values()))
-        ran = self.engine.run(self._bind(microbatches, options), tokens, looking)
+        bound, before = self._bind(microbatches, options), host_syncs()
+        ran = self.engine.run(bound, tokens, looking)
+        stats.host_syncs = host_syncs() - before
         stats.steps += options.training
         stats.messages, stats.bytes_sent, stats.collectives = ran.messages, ran.bytes_sent, ran.collectives
         return ran

@@ -23,11 +23,12 @@ from graphcomp.capture.hooks import check_hooks, traced_hooks
 from graphcomp.capture.joint import Joint, LossSpec, MetricSpec, Opaque
 from graphcomp.capture.labels import Labels, role_of
 from graphcomp.capture.operations import number_operations
-from graphcomp.capture.refuse import check_buffers, check_random_backward, explained
+from graphcomp.capture.refuse import check_buffers, check_random_backward, check_run_time_sizes, explained
 from graphcomp.capture.regions import marked_regions
 from graphcomp.capture.state import Captured, Reachable, State, unchanged_model
 from graphcomp.capture.userfiles import is_user_file
 from graphcomp.compat.pytree import path_text, register_record, tree_flatten_with_path
+from graphcomp.compat.run_time_sizes import knowing_splits, relied_on
 from graphcomp.compat.symbols import (
     FakeTensorMode,
     conditions,
@@ -119,16 +120,18 @@ def capture(
                     _differentiate(objective, inputs, labels, results)
         return results.values
 
-    with _TRACING, unchanged_model(model), explained(model, labels), mode:
+    with _TRACING, unchanged_model(model), explained(model, labels), mode, knowing_splits():
         module = trace(function, (state.fakes, list(leaves.values())), is_user_file)
         require_functional(module.graph)
     roles = [*state.roles, *(role.BatchLeaf(path) for path in leaves)]
     program, captured = _normalize(module, roles, results.roles, mode, leaves, Reachable(model, loss_fn, training))
     groups = normalize_collectives(program.graph, mesh)
     check_random_backward(program)
+    sizes = _sizes(program, mode, leaves)
+    check_run_time_sizes(sizes, relied_on(mode, is_user_file))
     return Joint(
         program=program,
-        sizes=_sizes(program, mode, leaves),
+        sizes=sizes,
         losses=tuple(results.losses),
         metrics=tuple(results.metrics),
         captured=captured,

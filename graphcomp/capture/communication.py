@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Graph, Node
 
-from graphcomp.compat.collective_operators import WAIT
+from graphcomp.compat.collective_operators import ALL_TO_ALL, WAIT
 from graphcomp.compat.operators import is_mutable
 from graphcomp.compat.process_groups import ranks_of
+from graphcomp.compat.run_time_sizes import is_run_time
 from graphcomp.errors import CaptureError
 from graphcomp.ir import meta
 from graphcomp.ir.collective_calls import GROUP, arguments, is_start, is_wait, name_groups
 from graphcomp.ir.effects import FUNCTIONAL, is_collective
 from graphcomp.ir.groups import text_of
 from graphcomp.ir.meta import Phase
+from graphcomp.ir.spelling import operation
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,11 +49,26 @@ def normalize_collectives(graph: Graph, mesh: DeviceMesh | None) -> dict[str, st
 
     Raises CaptureError, with the user's line, for a collective over ranks that do not run the same program.
     """
+    _require_known_sizes(graph)
     _wait_once(graph)
     texts = _Texts(mesh)
     found = {str(arguments(node)[GROUP]): texts.of(node) for node in graph.nodes if is_start(node)}
     name_groups(graph, found, "capture")
     return texts.groups
+
+
+def _require_known_sizes(graph: Graph) -> None:
+    """Refuse a collective to which all ranks have to give alike, on a size that each of them alone knows."""
+    for node in filter(is_start, graph.nodes):
+        given = meta.value(node.all_input_nodes[0])
+        if is_run_time(given) and node.target is not ALL_TO_ALL:
+            raise CaptureError(
+                "a collective is given a tensor whose size is known at run time only, and may differ between ranks",
+                where=meta.note(node).source,
+                expected="tensors of one shape on all ranks",
+                got=f"{operation(node.target)} of the rows that an exact all_to_all brings",
+                do="send the rows back first, or reduce them: all_reduce(rows.sum(0), ...)",
+            )
 
 
 def _wait_once(graph: Graph) -> None:

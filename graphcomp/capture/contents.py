@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphcomp.compat.symbols import DATA_DEPENDENT, asked_operator
+from graphcomp.compat.symbols import ASKS_SIZE, DATA_DEPENDENT, asked_operator
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,17 @@ _BY_TEXT = {
 }
 
 
+_RUN_TIME = Question(
+    "it decides on a size that is known only when the program runs, such as how many rows an exact all_to_all brings",
+    "write it for any number of rows, without asking: operations take tensors of one row and of none; or declare a "
+    "capacity, all_to_all(..., capacity=...), whose sizes are known",
+)
+
+
 def question_of(error: BaseException) -> Question | None:
     """What was asked of a tensor, if that is what an error is about."""
+    if isinstance(error, ASKS_SIZE):
+        return _RUN_TIME
     if isinstance(error, DATA_DEPENDENT):
         return _QUESTIONS.get(asked_operator(error), _NUMBER)
     text = str(error)

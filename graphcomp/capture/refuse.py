@@ -6,7 +6,7 @@ import contextlib
 import random
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,7 @@ from graphcomp.ir import meta
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
 from graphcomp.ir.randomness import draws
+from graphcomp.ir.sizes import Sizes
 
 _TAKES_FUNCTIONS = re.compile(r"rule registered for HigherOrderOperator (\w+)")
 
@@ -48,6 +49,22 @@ def check_random_backward(program: Program) -> None:
                 got=str(node.target),
                 do="draw in forward and save the numbers; to compute a part again, use torch.utils.checkpoint",
             )
+
+
+def check_run_time_sizes(sizes: Sizes, relied_on: Mapping[object, str | None]) -> None:
+    """Refuse code that fits together only if a size known at run time happens to be a certain one.
+
+    relied_on: each such relation, with the user's line.
+    """
+    for relation, line in relied_on.items():
+        raise CaptureError(
+            "the code relies on a size that is known only when the program runs",
+            where=line,
+            expected="code for any number of rows that an exact all_to_all may bring",
+            got=f"it fits together only if {sizes.readable(relation)}",
+            do="send the rows back before they meet others: all_to_all with the two splits swapped brings as many as "
+            "there were",
+        )
 
 
 def _host_random() -> dict[str, Any]:

@@ -4,9 +4,10 @@ They are the same in eager code and in captured programs: functional collectives
 wait. Gradients are those of the sum of all ranks' losses. See docs/collectives.md.
 """
 
-from graphcomp.collectives.exchange import Exchange, all_to_all, host_syncs
+from graphcomp.collectives.exchange import Exchange, all_to_all
 from graphcomp.collectives.gather import all_gather, all_gather_uneven, broadcast
 from graphcomp.collectives.reduce import all_reduce, reduce_scatter
+from graphcomp.compat.run_time_sizes import host_syncs
 
 __all__ = [
     "Exchange",

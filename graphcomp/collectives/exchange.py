@@ -10,7 +10,7 @@ from graphcomp.collectives.arguments import dense, whole
 from graphcomp.collectives.groups import Group, group_of
 from graphcomp.collectives.primitives import exchanged
 from graphcomp.collectives.rows import Numbers, host_numbers, pack, row_counts, unpack
-from graphcomp.compat.symbols import DATA_DEPENDENT
+from graphcomp.compat.run_time_sizes import EXCHANGE_SPLITS
 from graphcomp.errors import CollectiveError
 
 NAME = "all_to_all"
@@ -64,8 +64,9 @@ def all_to_all(
     *Equal*: nothing is read on the host. The number of rows must divide among the ranks.
 
     *Exact* (splits given): returns just the rows that arrive. Lists cost nothing; tensors, and counts that ranks tell
-    each other, are read in one host synchronisation a call (see `host_syncs`). A captured program cannot read
-    tensors: there splits are lists of numbers and sizes, or a capacity is declared.
+    each other, are read in one host synchronisation a call (see `host_syncs`). In a captured program the number of rows
+    is then a size known at run time only, which stays within one stage; rows sent back, with the same two tensors
+    swapped, are as many as there were, and nothing is read again.
 
     *Bounded* (capacity given): at most `capacity` rows go from any rank to any other; nothing is read on the host, and
     the shape of the result does not depend on the splits. Returns an `Exchange`. To send the rows back, call it with
@@ -100,17 +101,17 @@ def _even(x: torch.Tensor, rows: int, group: Group) -> torch.Tensor:
 def _exact(x: torch.Tensor, group: Group, output_splits: Numbers | None, input_splits: Numbers) -> torch.Tensor:
     given = host_numbers("input_splits", input_splits, group.size, None, NAME)
     out = None if output_splits is None else host_numbers("output_splits", output_splits, group.size, None, NAME)
+    if given is not None and sum(given) != x.shape[0]:
+        raise _splits_error("input_splits do not add up to the rows there are", f"a sum of {x.shape[0]}", given)
     if given is None or out is None:
         sent = row_counts("input_splits", input_splits, group.size, x.device, NAME)
         if output_splits is None:
-            arriving = _even(sent, 1, group)
+            received = _even(sent, 1, group)
         else:
-            arriving = row_counts("output_splits", output_splits, group.size, x.device, NAME)
-        given, out = _on_host(sent, arriving)
-        if min(*given, *out) < 0:
-            raise _splits_error("a split is negative", "whole numbers from 0", f"{given} and {out}")
-    if sum(given) != x.shape[0]:
-        raise _splits_error("input_splits do not add up to the rows there are", f"a sum of {x.shape[0]}", given)
+            received = row_counts("output_splits", output_splits, group.size, x.device, NAME)
+        _, *numbers = EXCHANGE_SPLITS(sent, received, x.shape[0])
+        given = numbers[: group.size] if given is None else given
+        out = numbers[group.size :] if out is None else out
     return exchanged(x, out, given, group)
 
 
@@ -127,32 +128,6 @@ def _bounded(
         arriving = row_counts("output_splits", output_splits, group.size, x.device, NAME).clamp(0, capacity)
     blocks = _even(pack(x, runs, capacity), capacity, group)
     return Exchange(unpack(blocks, arriving, capacity, group.size * capacity), arriving, (runs - sent).sum())
-
-
-_host_syncs = 0
-
-
-def host_syncs() -> int:
-    """How often this process has waited for splits to come from the device to the host: once an exact call at most."""
-    return _host_syncs
-
-
-def _on_host(sent: torch.Tensor, arriving: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Both on the host, in one copy."""
-    global _host_syncs
-    try:
-        given, out = torch.stack([sent, arriving]).cpu().unbind()
-        numbers = given.tolist(), out.tolist()
-    except DATA_DEPENDENT as error:
-        raise CollectiveError(
-            "exact splits are read on the host, which a captured program cannot do",
-            where="collectives.all_to_all",
-            expected="lists of numbers and of the batch's sizes, or a capacity",
-            got="splits that are tensors, or that ranks tell each other",
-            do="declare the most rows that go from one rank to another: all_to_all(..., capacity=...)",
-        ) from error
-    _host_syncs += 1
-    return numbers
 
 
 def _splits_error(what: str, expected: object, got: object, do: str | None = None) -> CollectiveError:

@@ -71,7 +71,7 @@ def row_counts(name: str, given: Numbers, size: int, device: torch.device, colle
             expected=f"an integer tensor of shape ({size},), or a list",
             got=f"{given.dtype} of shape {tuple(given.shape)}",
         )
-    return given.detach().to(device, torch.int64)
+    return given.to(device, torch.int64)  # the same tensor if it can be: what it holds may be known
 
 
 def host_numbers(name: str, given: Numbers, size: int, most: int | None, collective: str) -> list[int] | None:

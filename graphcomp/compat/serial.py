@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from graphcomp.compat.run_time_sizes import adopt_guesses, guesses
 from graphcomp.compat.symbols import FakeTensorMode, new_fake_mode
 
 Reduced = tuple[Any, tuple[Any, ...]]
@@ -34,7 +35,8 @@ def reduced(value: object) -> Reduced | None:
             return _mode, (value.shape_env,)
         case ShapeEnv():
             ranges = {symbol: (_plain(b.lower), _plain(b.upper)) for symbol, b in value.var_to_range.items()}
-            return _environment, (ranges, {symbol: int(n) for symbol, n in value.backed_var_to_val.items()})
+            hints = {symbol: int(n) for symbol, n in value.backed_var_to_val.items()}
+            return _environment, (ranges, hints, guesses(value))
         case torch.SymInt() | torch.SymFloat() | torch.SymBool():
             node = value.node
             return _number, (node.shape_env, type(value).__name__, node.expr, node.hint)
@@ -63,12 +65,17 @@ def _mode(environment: ShapeEnv) -> FakeTensorMode:
     return mode
 
 
-def _environment(ranges: Mapping[sympy.Symbol, tuple[Any, Any]], hints: Mapping[sympy.Symbol, int]) -> ShapeEnv:
+def _environment(
+    ranges: Mapping[sympy.Symbol, tuple[Any, Any]],
+    hints: Mapping[sympy.Symbol, int],
+    guessed: Mapping[sympy.Symbol, int],
+) -> ShapeEnv:
     environment: Any = new_fake_mode().shape_env
     for symbol, (lower, upper) in ranges.items():
         bounds = ValueRanges(-int_oo if lower is None else lower, int_oo if upper is None else upper)
         environment.var_to_range[symbol] = bounds
     environment.backed_var_to_val.update({symbol: sympy.Integer(hint) for symbol, hint in hints.items()})
+    adopt_guesses(environment, guessed)
     return environment
 
 

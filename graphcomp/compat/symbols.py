@@ -20,8 +20,17 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 
 from graphcomp.compat.fakes import TracingMode
+from graphcomp.compat.run_time_sizes import hint
 
-__all__ = ["FakeTensorMode", "PythonPrinter", "conditions", "expression", "fake_batch_leaf", "new_fake_mode"]
+__all__ = [
+    "FakeTensorMode",
+    "PythonPrinter",
+    "conditions",
+    "expression",
+    "fake_batch_leaf",
+    "hint",
+    "new_fake_mode",
+]
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -97,18 +106,13 @@ def size_value(like: object, number: sympy.Expr) -> object:
     return env.create_symintnode(number, hint=None)
 
 
-DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 """What fake tensors raise when code asks for the contents of a tensor."""
+ASKS_SIZE = GuardOnDataDependentSymNode
+"""What is raised when code asks for a size that is known at run time only (see `compat.run_time_sizes`)."""
 
 
 def asked_operator(error: BaseException) -> str:
     """The operator, without its overload, that could not answer; empty if a number was asked for otherwise."""
     operator = getattr(error, "func", None)
     return operator.name().partition(".")[0] if isinstance(operator, OpOverload) else ""
-
-
-def hint(number: object) -> int:
-    """The value a size had in the example microbatch."""
-    if isinstance(number, torch.SymInt):
-        return int(number.node.hint)
-    return int(number)  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""What a call does besides computing its result: the one place that says which calls draw and which communicate.
+"""What a call does besides computing its result: the one place that says which calls draw, communicate or wait.
 
 Such calls are never removed, merged, repeated or computed again by the compiler, though all values would stay the same:
 the next draw would be another, and all ranks of a group must issue the same list of collectives.
@@ -6,10 +6,13 @@ the next draw would be another, and all ranks of a group must issue the same lis
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.fx import Node
 
 from graphcomp.compat.operators import OpOverload
+from graphcomp.compat.run_time_sizes import EXCHANGE_SPLITS
 from graphcomp.ir.collective_calls import is_start
 
 FUNCTIONAL = "_c10d_functional"
@@ -29,6 +32,17 @@ def is_collective(node: Node) -> bool:
     return node.target.namespace == FUNCTIONAL or node.target.namespace in _OTHERS or is_start(node)
 
 
+def reads_splits(node: Node) -> bool:
+    """Whether a call waits for the device in order to read how many rows an exchange moves."""
+    return node.target is EXCHANGE_SPLITS
+
+
+def is_split(node: Node) -> bool:
+    """Whether a node is a number of rows that such a call has read."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, Node) and reads_splits(source)
+
+
 def is_impure(node: Node) -> bool:
-    """Whether computing a node twice, or not at all, differs from computing it once: draws and collectives."""
-    return is_random(node) or is_collective(node)
+    """Whether computing a node twice differs from computing it once: draws, collectives, waiting for the device."""
+    return is_random(node) or is_collective(node) or reads_splits(node)

@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 from graphcomp.compat.symbols import FakeTensorMode, expression, size_value
 from graphcomp.errors import CaptureError
 from graphcomp.ir import meta
+from graphcomp.ir.effects import is_split, reads_splits
 
 SHAPE_READS = frozenset(
     {
@@ -54,7 +55,11 @@ def lift_sizes(graph: Graph, mode: FakeTensorMode, inputs: Mapping[str, Node]) -
     `inputs`: the placeholder of every symbol, by name. Integer nodes that are proper expressions stay, now computed
     from those placeholders; reads of a tensor's shape are rebuilt from the same placeholders, and so is what the tracer
     made of a size that it had not seen computed: sums and products of many at once.
+
+    A number that is read at run time is an input in this respect, from the node on that takes it out of what was read.
+    What was read only to find numbers that are known by then is not read.
     """
+    inputs, split = dict(inputs), dict[sympy.Basic, Node]()
     for node in list(graph.nodes):
         number = number_of(node, mode) if node.op == "call_function" else None
         if number is None:
@@ -63,12 +68,22 @@ def lift_sizes(graph: Graph, mode: FakeTensorMode, inputs: Mapping[str, Node]) -
             replace_by_number(node, number)
         elif number.is_Symbol and str(number) in inputs:
             node.replace_all_uses_with(inputs[str(number)])
+        elif number in split:
+            node.replace_all_uses_with(split[number])
+        elif is_split(node):
+            split[number] = node
+            if number.is_Symbol:
+                inputs[str(number)] = node
+            continue
         elif node.target in SHAPE_READS or _is_of_many(node):
             with graph.inserting_before(node):
                 node.replace_all_uses_with(_build(graph, number, inputs, node))
         else:
             continue
         graph.erase_node(node)
+    for node in reversed(graph.nodes):
+        if (reads_splits(node) or is_split(node)) and not node.users:
+            graph.erase_node(node)
 
 
 def _is_of_many(node: Node) -> bool:

@@ -12,7 +12,9 @@ import torch
 from torch.fx import Node
 
 from graphcomp.compat.operators import OpOverload, argument_names
+from graphcomp.compat.run_time_sizes import is_run_time_name
 from graphcomp.ir import meta
+from graphcomp.ir.effects import is_split, reads_splits
 from graphcomp.ir.groups import is_text
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
@@ -52,7 +54,10 @@ def free_symbols(found: object) -> Iterator[sympy.Symbol]:
 
 
 class Symbols:
-    """Renames symbols to s0, s1, ... : those of `Size` inputs in order, then others by first appearance."""
+    """Renames symbols to s0, s1, ... : those of `Size` inputs in order, then others by first appearance.
+
+    Those of sizes known at run time only become u0, u1, ... in the same way.
+    """
 
     def __init__(self, program: Program) -> None:
         self._new: dict[str, str] = {}
@@ -62,7 +67,10 @@ class Symbols:
         self._texts: dict[object, str] = {}
 
     def rename(self, symbol: str) -> str:
-        return self._new.setdefault(symbol, f"s{len(self._new)}")
+        if symbol not in self._new:
+            letter = "u" if is_run_time_name(symbol) else "s"
+            self._new[symbol] = f"{letter}{sum(new.startswith(letter) for new in self._new.values())}"
+        return self._new[symbol]
 
     def role(self, role: Role) -> Role:
         """The role as it prints: a size goes by its new symbol."""
@@ -202,12 +210,24 @@ class Call:
         return self._spell_group(str(named))
 
 
+def is_run_time_input(node: Node) -> bool:
+    """Whether a node gives one size that is known at run time only: where it was read, or where it was kept since."""
+    found = expression(meta.value(node))
+    given = node.op == "placeholder" or is_split(node)
+    return given and isinstance(found, sympy.Symbol) and is_run_time_name(str(found))
+
+
 def node_names(program: Program, symbols: Symbols) -> dict[Node, str]:
-    """What each node is called in print: its own name; the symbol itself for a size."""
+    """What each node is called in print: its own name; the symbol itself for a size, one known at run time included."""
     names: dict[Node, str] = {}
     for role, node in zip(program.inputs, program.placeholders, strict=False):
         if isinstance(role, Size):
             names[node] = symbols.rename(role.symbol)
+    for node in program.graph.nodes:
+        if reads_splits(node):
+            value(meta.value(node), symbols)  # the number of rows that come first, also if nobody reads it
+        if is_run_time_input(node):
+            names[node] = symbols.rename(str(expression(meta.value(node))))
     taken = set(names.values())
     for node in program.graph.nodes:
         if node not in names:

@@ -14,8 +14,8 @@ from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
-from graphcomp.partition.chunks import inside_chunks
 from graphcomp.partition.costs import matrix_flops, size_bytes, work
+from graphcomp.partition.run_time_sizes import uncuttable
 from graphcomp.partition.traits import uses_parameter
 
 # What a byte that crosses costs each of its two stages, in FLOPs.
@@ -133,10 +133,20 @@ def _candidates(
         return left != right or not left
 
     def suffice(positions: Sequence[int]) -> bool:
-        return len({weights[i] for i in positions} - {0, weights[-1]}) + 1 >= stages
+        return possible(positions) >= stages
 
-    inside = inside_chunks(forward)
+    def possible(positions: Sequence[int]) -> int:
+        return len({weights[i] for i in positions} - {0, weights[-1]}) + 1
+
+    inside = uncuttable(forward)
     everywhere = [i for i in range(1, len(forward)) if i not in inside and not _splits_a_tuple(forward, i)]
+    if inside and not suffice(everywhere):
+        raise PartitionError(
+            f"the model cannot be cut into {stages} stages: what belongs together is in the way",
+            expected=f"1 to {possible(everywhere)}",
+            got=stages,
+            do="ask for fewer stages: an exact all_to_all and its way back stay on one, as does a head in chunks",
+        )
     found = [i for i in everywhere if is_module_boundary(i)]
     found = found if suffice(found) else everywhere
     if len(found) <= PIECES:

@@ -14,7 +14,7 @@ from graphcomp.errors import PartitionError
 from graphcomp.ir import signature as role
 from graphcomp.ir.program import Program
 from graphcomp.partition.balance import crossing_bytes, depth
-from graphcomp.partition.chunks import inside_chunks
+from graphcomp.partition.run_time_sizes import uncuttable
 from graphcomp.partition.stages import Stage
 
 Homes = Mapping[str, tuple[int, ...]]
@@ -39,7 +39,7 @@ def kept_cuts(program: Program, forward: Sequence[Node], replicable: set[Node], 
     state = {node: what.name for what, node in program.input_nodes() if isinstance(what, role.Param | role.Buffer)}
     crossing = crossing_bytes(forward)
     needed = _ranges([_homes(node, replicable, state, homes) for node in forward], stages)
-    inside, cuts = inside_chunks(forward), list[int]()
+    inside, cuts = uncuttable(forward), list[int]()
     for stage in range(1, stages):
         first = max([cuts[-1] if cuts else 0, *(i + 1 for i, (low, high) in enumerate(needed) if high < stage)])
         last = min((i for i, (low, high) in enumerate(needed) if low >= stage), default=len(forward) - 1)

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphcomp.compat.pytree import tree_map
+from graphcomp.compat.run_time_sizes import unnoted
 from graphcomp.compat.symbolic_sizes import symbolic_bodies
 from graphcomp.compat.symbols import hint
 from graphcomp.ir import meta, spelling
@@ -69,7 +70,7 @@ def arrive_dense(program: Program, saved: Mapping[Role, object]) -> Program:
     for node in program.calls() if changed else []:
         if not changed.isdisjoint(node.all_input_nodes) and callable(node.target):
             args, kwargs = tree_map(_known, node.args), tree_map(_known, node.kwargs)
-            with program.fake_mode, symbolic_bodies():
+            with program.fake_mode, symbolic_bodies(), unnoted(program.fake_mode):
                 meta.set_value(node, node.target(*args, **kwargs))
             changed.add(node)
     return program

@@ -27,6 +27,7 @@ from graphcomp.partition.prologue import build_prologue
 from graphcomp.partition.recompute import recompute_regions
 from graphcomp.partition.remat import without_recomputable
 from graphcomp.partition.routes import Routes, needs, route
+from graphcomp.partition.run_time_sizes import check_cuts, crossing_error, has_run_time_size
 from graphcomp.partition.stages import Boundary, Carried, Partitioned, Stage
 from graphcomp.partition.traits import is_alias, order_of, replicable_nodes
 
@@ -59,6 +60,7 @@ def partition(
         cuts = kept_cuts(program, forward, replicable, homes, stages)
     else:
         cuts = balanced_cuts(program, forward, replicable, stages)
+    check_cuts(forward, cuts, split)
     slots = place(program, cuts, forward, replicable)
     check_chunks(forward, cuts, slots)
     recompute_regions(program, slots, replicable)
@@ -88,6 +90,7 @@ class _Cutter:
         self._assign_results()
         routes = self._route()
         crossing = {node for table in (routes.down, routes.up) for nodes in table.values() for node in nodes}
+        self._check_run_time_sizes(routes)
         if turn_crossing(self.program, sorted(crossing, key=self.order.__getitem__), self.slots, self.replicable):
             self.order = order_of(self.program.graph)
             routes = self._route()
@@ -100,6 +103,21 @@ class _Cutter:
             backward_boundaries={s: self._boundary(s, s - 1, nodes) for s, nodes in sorted(routes.up.items())},
             parameter_stages=self._parameter_stages(stages),
         )
+
+    def _check_run_time_sizes(self, routes: Routes) -> None:
+        """Sizes known at run time only do not leave their stage; neither does an output that has them."""
+        for table, step in ((routes.down, 1), (routes.up, -1)):
+            for stage, nodes in table.items():
+                for node in filter(has_run_time_size, nodes):
+                    raise crossing_error(node, f"stage {max(stage, stage + step)}")
+        for what, node in self.program.output_items() if self.stages > 1 and self.outputs else ():
+            if isinstance(what, role.Output) and node is not None and has_run_time_size(node):
+                raise PartitionError(
+                    f"'{what}' has a number of rows that is known at run time only, which other ranks cannot compute",
+                    where=meta.note(node).source,
+                    expected="outputs whose shapes follow from the batch",
+                    do="return the rows after they were sent back, or reduce them",
+                )
 
     def _assign_results(self) -> None:
         """Give each output of the joint program to the slot that computes it; replicable ones to the last stage."""

@@ -7,6 +7,7 @@ from torch.fx import Graph, Node
 
 from graphcomp.compat.aliasing import viewed_argument
 from graphcomp.compat.operators import OpOverload
+from graphcomp.compat.run_time_sizes import is_run_time
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.collective_calls import is_wait
@@ -75,6 +76,8 @@ def replicable_nodes(program: Program) -> set[Node]:
     budget = CHEAP_SHARE * sum(work_of(n) for n in program.calls() if meta.note(n).phase is Phase.FORWARD)
     for node in program.calls():
         inputs = node.all_input_nodes
+        if is_run_time(meta.value(node)):  # known where it was read, and there alone
+            continue
         if is_number(node) and all(map(is_number, inputs)):
             found.add(node)
             from_batch[node] = 0

@@ -291,15 +291,6 @@ def test_a_reduction_without_gradient_is_refused_while_tracing() -> None:
     assert "test_communication.py" in str(caught.value.where)
 
 
-def test_splits_in_tensors_are_refused_while_tracing() -> None:
-    def then(h: Tensor) -> Tensor:
-        return gc.all_to_all(h, dist.group.WORLD, input_splits=torch.tensor([2, 4]))
-
-    with fake_mesh(dp=2), pytest.raises(CollectiveError, match="exact splits are read on the host") as caught:
-        captured(then)
-    assert "capacity=" in str(caught.value.do)
-
-
 def test_a_size_that_does_not_divide_is_another_capture() -> None:
     """The program says for which sizes it holds."""
     with fake_mesh(dp=2) as mesh:

@@ -99,7 +99,7 @@ def _shape(node: Node, program: Program) -> Callable[[Mapping[str, int]], tuple[
     given = meta.tensor(node.all_input_nodes[0])
     if given is None or node.target is ALL_TO_ALL:
         return None
-    expressions = [expression(program.fake_mode, size) for size in given.shape]
+    expressions = [expression(program.fake_mode, size) for size in given.shape]  # none known at run time only
     symbols = sorted(symbol_names(expressions))
     evaluate = evaluator(expressions, symbols)
     return (lambda sizes: evaluate(*(sizes[symbol] for symbol in symbols))) if symbols else None

@@ -1,0 +1,194 @@
+"""Sizes known at run time only: the one operator that reads them on the host, and what stands for them while tracing.
+
+`exchange_splits(sent, received, rows)` yields how many rows an exact exchange brings, then how many go to each rank,
+then how many come from each, as numbers. Real tensors are read in one host synchronisation. Of fake ones nobody knows
+the contents, so their numbers are symbols of a second kind ("unbacked"), which no input of a program shows. The public
+way to make those is a switch of the shape environment, which would let `nonzero` and `.item()` through as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import sympy
+import torch
+from torch._ops import OpOverload
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+from torch.utils.weak import WeakIdKeyDictionary
+
+from graphcomp.errors import CollectiveError
+
+_LIBRARY = torch.library.Library("graphcomp", "DEF")
+_LIBRARY.define("exchange_splits(Tensor sent, Tensor received, SymInt rows) -> SymInt[]")
+EXCHANGE_SPLITS: OpOverload = torch.ops.graphcomp.exchange_splits.default
+"""(sent, received, rows): the rows that come, how many go to each rank, how many come from each. sent sums to rows"""
+
+Numbers = list[Any]
+_syncs = 0
+
+
+def host_syncs() -> int:
+    """How often this process has read splits: each waited once for the device."""
+    return _syncs
+
+
+def is_run_time(number: object) -> bool:
+    """Whether a number, or a size of a tensor or of one of several, is known at run time only. Adds no guard."""
+    if isinstance(number, tuple | list):
+        return any(map(is_run_time, number))
+    if isinstance(number, torch.Tensor):
+        strides = number.stride() if number.layout is torch.strided else ()
+        return any(map(is_run_time, (*number.shape, *strides)))
+    if isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return bool(free_unbacked_symbols(number))
+    return isinstance(number, sympy.Basic) and any(is_run_time_name(str(symbol)) for symbol in number.free_symbols)
+
+
+def is_run_time_name(symbol: str) -> bool:
+    """Whether this is the name of a symbol of the second kind."""
+    return symbol_is_type(sympy.Symbol(symbol), SymT.UNBACKED_INT)
+
+
+def _read(sent: torch.Tensor, received: torch.Tensor, rows: int) -> list[int]:
+    global _syncs
+    _syncs += 1
+    given, out = torch.stack([sent, received]).tolist()
+    if min(*given, *out) < 0:
+        raise _wrong("a split is negative", "whole numbers from 0", f"{given} and {out}")
+    if sum(given) != rows:
+        raise _wrong("input_splits do not add up to the rows there are", f"a sum of {rows}", given)
+    return [sum(out), *given, *out]
+
+
+def _wrong(what: str, expected: object, got: object) -> CollectiveError:
+    return CollectiveError(what, where="collectives.all_to_all", expected=expected, got=got)
+
+
+_known: Any = None
+"""While something is captured, by fake tensor: how often it was written to, and what stands for its contents."""
+
+
+@contextlib.contextmanager
+def knowing_splits() -> Iterator[None]:
+    """Within, the same splits stand for the same numbers wherever they are read, so rows sent back are as many as came.
+
+    Elsewhere each call makes its own symbols, which is what runs a node anew expects of it.
+    """
+    global _known
+    before, _known = _known, WeakIdKeyDictionary()
+    try:
+        yield
+    finally:
+        _known = before
+
+
+def _stand_for(sent: torch.Tensor, received: torch.Tensor, rows: Any) -> Numbers:
+    """Symbols, or what is known. The last split is what the others leave, so that sums are the numbers of rows."""
+    environment = torch.library.get_ctx()._shape_env
+    before = set(_assertions(environment))
+    out = _remembered(received)
+    if out is None:
+        total = _fresh(environment, rows)
+        out = _parts(environment, received, total)
+    given = _remembered(sent)
+    if given is None or not statically_known_true(sum(given) == rows):
+        given = _parts(environment, sent, rows)
+    _own.setdefault(environment, set()).update(set(_assertions(environment)) - before)
+    return [sum(out), *given, *out]
+
+
+_own: Any = WeakKeyDictionary()
+"""By shape environment: the relations that hold by what the operator does."""
+
+
+def _assertions(environment: Any) -> dict[sympy.Basic, Any]:
+    """What a trace relies on and no guard can check, each with where it was asked."""
+    return {one.expr: one.stack for some in environment.deferred_runtime_asserts.values() for one in some}
+
+
+def relied_on(mode: Any, is_user_file: Callable[[str], bool]) -> dict[sympy.Basic, str | None]:
+    """What traced code needs of sizes known at run time only, beyond what always holds, with the line that does."""
+    environment = mode.shape_env
+    own = _own.get(environment, set())
+    # Symbols of the batch may have become one since. Symbols that a relation equates have, too, and make it true.
+    own = (own | set(map(environment.replace, own))) - {sympy.true}
+    found: dict[sympy.Basic, str | None] = {}
+    for relation, stack in _assertions(environment).items():
+        if own.isdisjoint({relation, environment.replace(relation)}):
+            frames = [f for f in stack.summary() if is_user_file(f.filename)]
+            found[relation] = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+    return found
+
+
+def _remembered(splits: torch.Tensor) -> Numbers | None:
+    version, numbers = (None, None) if _known is None else _known.get(splits, (None, None))
+    return numbers if version == splits._version else None
+
+
+def _parts(environment: Any, splits: torch.Tensor, total: Any) -> Numbers:
+    size = int(splits.shape[0])
+    parts = [_fresh(environment, total // size) for _ in range(size - 1)]
+    parts.append(total - sum(parts))
+    torch._check(parts[-1] >= 0)
+    if _known is not None:
+        _known[splits] = splits._version, parts
+    return parts
+
+
+def _fresh(environment: Any, about: Any) -> torch.SymInt:
+    """A number from 0 on. about: what it may be in the example, for estimates."""
+    number: torch.SymInt = environment.create_unbacked_symint()
+    torch._check(number >= 0)
+    environment.var_to_hint_override[number.node.expr] = hint(about)
+    return number
+
+
+def hint(number: object) -> int:
+    """The value a size had in the example microbatch; of one known at run time only, a guess."""
+    if not isinstance(number, torch.SymInt):
+        return int(number)  # type: ignore[call-overload]
+    if number.node.hint is not None:
+        return int(number.node.hint)
+    environment: Any = number.node.shape_env
+    guessed = {symbol: sympy.Integer(n) for symbol, n in environment.var_to_hint_override.items()}
+    return int(number.node.expr.xreplace({**environment.backed_var_to_val, **guessed}))
+
+
+def unnoted(mode: Any) -> contextlib.AbstractContextManager[None]:
+    """Within, new symbols are not expected to be taken note of, as a tracer does."""
+    found: contextlib.AbstractContextManager[None] = mode.shape_env.ignore_fresh_unbacked_symbols()
+    return found
+
+
+def guesses(environment: Any) -> dict[sympy.Symbol, int]:
+    """What stands for each symbol of the second kind in estimates."""
+    return {s: int(n) for s, n in environment.var_to_hint_override.items() if is_run_time_name(str(s))}
+
+
+def adopt_guesses(environment: Any, found: Mapping[sympy.Symbol, int]) -> None:
+    """In a new shape environment; symbols it makes from now on are others."""
+    environment.var_to_hint_override.update(found)
+    environment.unbacked_symint_counter = max(
+        (int(str(symbol).lstrip("u")) + 1 for symbol in found), default=environment.unbacked_symint_counter
+    )
+
+
+_LIBRARY.impl("exchange_splits", _read, "CompositeExplicitAutograd")
+torch.library.register_fake("graphcomp::exchange_splits", _stand_for, lib=_LIBRARY)
+
+__all__: Sequence[str] = [
+    "EXCHANGE_SPLITS",
+    "adopt_guesses",
+    "guesses",
+    "hint",
+    "host_syncs",
+    "is_run_time",
+    "is_run_time_name",
+    "knowing_splits",
+    "relied_on",
+    "unnoted",
+]

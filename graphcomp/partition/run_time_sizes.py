@@ -1,0 +1,55 @@
+"""Sizes known at run time only live and die on one stage: no rank could compute the shape of what arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.fx import Node
+
+from graphcomp.compat.run_time_sizes import is_run_time
+from graphcomp.errors import PartitionError
+from graphcomp.ir import meta
+from graphcomp.partition.chunks import inside_chunks
+
+
+def has_run_time_size(node: Node) -> bool:
+    """Whether a node computes such a size, or a tensor of one."""
+    return is_run_time(meta.value(node))
+
+
+def uncuttable(forward: Sequence[Node]) -> set[int]:
+    """The positions among the owned forward nodes where a cut would go through chunks, or separate a value of run-time
+    size from what reads it."""
+    return {*inside_chunks(forward), *_crossed(forward)}
+
+
+def check_cuts(forward: Sequence[Node], cuts: Sequence[int], split: Sequence[str] | None) -> None:
+    """Raises PartitionError for a cut that a value of run-time size would have to cross."""
+    crossed = _crossed(forward)
+    for stage, cut in enumerate(cuts, start=1):
+        if cut in crossed:
+            raise crossing_error(crossed[cut], f"stage {stage}", split[stage - 1] if split else None)
+
+
+def crossing_error(value: Node, to: str, named: str | None = None) -> PartitionError:
+    note = meta.note(value)
+    return PartitionError(
+        f"the cut before {to} stands where the number of rows is known at run time only, and no rank could compute the "
+        "shape of what arrives",
+        where=", ".join(filter(None, (f"module '{note.module}'" if note.module else None, note.source))),
+        expected="an exact exchange, what is done with its rows, and their way back on one stage",
+        got=f"Plan(split=...) names '{named}', which %{value.name} would cross" if named else f"%{value.name}",
+        do="begin the stage at another module, or declare a capacity: all_to_all(..., capacity=...)",
+    )
+
+
+def _crossed(forward: Sequence[Node]) -> dict[int, Node]:
+    """By position: a value of run-time size that is made before it and read at or after it."""
+    place = {node: i for i, node in enumerate(forward)}
+    found: dict[int, Node] = {}
+    for i, node in enumerate(forward):
+        if has_run_time_size(node):
+            last = max((place[user] for user in node.users if user in place), default=i)
+            for position in range(i + 1, last + 1):
+                found.setdefault(position, node)
+    return found

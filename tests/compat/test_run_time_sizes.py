@@ -1,0 +1,60 @@
+"""The operator that reads splits: on real tensors, on fake ones, and the names of torch that it stands on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphcomp.compat.run_time_sizes import (
+    EXCHANGE_SPLITS,
+    hint,
+    host_syncs,
+    is_run_time,
+    is_run_time_name,
+    knowing_splits,
+)
+from graphcomp.compat.symbols import new_fake_mode
+from graphcomp.errors import CollectiveError
+from graphcomp.testing import HostSyncs
+
+
+def test_real_splits_are_read_once() -> None:
+    before = host_syncs()
+    with HostSyncs() as seen:
+        assert EXCHANGE_SPLITS(torch.tensor([2, 4]), torch.tensor([0, 5]), 6) == [5, 2, 4, 0, 5]
+    assert host_syncs() - before == sum(seen.found.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "received", "what"),
+    [([2, 3], [0, 5], "do not add up"), ([7, -1], [0, 5], "negative"), ([2, 4], [-1, 5], "negative")],
+)
+def test_splits_that_cannot_be(sent: list[int], received: list[int], what: str) -> None:
+    with pytest.raises(CollectiveError, match=what):
+        EXCHANGE_SPLITS(torch.tensor(sent), torch.tensor(received), 6)
+
+
+def test_fake_splits_stand_for_symbols() -> None:
+    mode = new_fake_mode()
+    sent, received = (mode.from_tensor(torch.tensor([1, 2, 3]), static_shapes=True) for _ in range(2))
+    with mode:
+        total, *parts = EXCHANGE_SPLITS(sent, received, 6)
+        assert is_run_time(total) and is_run_time_name(str(total)) and not is_run_time_name("s0")
+        assert sum(parts[:3]) == 6 and bool(sum(parts[3:]) == total) and bool(parts[2] >= 0)
+        assert (hint(total), hint(total * 2), [hint(part) for part in parts[:3]]) == (6, 12, [2, 2, 2])
+        rows = torch.empty(total, 4)
+    assert is_run_time(rows) and is_run_time((rows, 1)) and not is_run_time(sent)
+
+
+def test_what_was_read_is_known_while_something_is_captured() -> None:
+    mode = new_fake_mode()
+    sent, received = (mode.from_tensor(torch.tensor([1, 5]), static_shapes=True) for _ in range(2))
+
+    def there_and_back() -> object:
+        total, *_ = EXCHANGE_SPLITS(sent, received, 6)
+        return EXCHANGE_SPLITS(received, sent, total)[0]
+
+    with mode, knowing_splits():
+        assert there_and_back() == 6
+    with mode:
+        assert is_run_time(there_and_back())
