@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 import sympy
 import torch
@@ -12,6 +13,8 @@ from graphcomp.compat.symbols import FakeTensorMode, expression, size_value
 from graphcomp.ir import meta
 from graphcomp.ir.program import Program
 from graphcomp.ir.signature import Size
+
+_NAME = attrgetter("name")  # what `str` says too, only slowly
 
 
 def symbols_of(value: object, mode: FakeTensorMode) -> Iterator[tuple[str, torch.SymInt]]:
@@ -25,7 +28,7 @@ def symbols_of(value: object, mode: FakeTensorMode) -> Iterator[tuple[str, torch
     elif isinstance(value, torch.SymInt):
         found = expression(mode, value)
         if isinstance(found, sympy.Basic):
-            yield from ((str(symbol), value) for symbol in sorted(found.free_symbols, key=str))
+            yield from ((symbol.name, value) for symbol in sorted(found.free_symbols, key=_NAME))
 
 
 def bare_symbols(node: Node, program: Program) -> set[str]:

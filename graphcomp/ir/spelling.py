@@ -42,13 +42,14 @@ def expression(number: object) -> Any:
 
 def free_symbols(found: object) -> Iterator[sympy.Symbol]:
     """All symbols in a value."""
-    if isinstance(found, tuple | list):
-        for part in found:
-            yield from free_symbols(part)
-    elif isinstance(found, torch.Tensor):
+    if isinstance(found, torch.Tensor):
         strides = found.stride() if found.layout == torch.strided else ()
         for number in (*found.shape, *strides):
-            yield from free_symbols(number)
+            if isinstance(number, torch.SymInt):  # most are plain, and the verifier asks for all
+                yield from number.node.expr.free_symbols
+    elif isinstance(found, tuple | list):
+        for part in found:
+            yield from free_symbols(part)
     elif isinstance(found, torch.SymInt | torch.SymFloat | torch.SymBool):
         yield from found.node.expr.free_symbols
 
