@@ -10,7 +10,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TYPED := build/typed
 # Two workers: one for each core that this project plans for. The tests of a file share what they start and compute.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+# Files are dealt in the order that tests/conftest.py gives them, not by their numbers of tests.
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 # One thread a process: ranks share the machine's cores, and sums come out in the same order every time.
 export OMP_NUM_THREADS := 1

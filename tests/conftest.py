@@ -37,8 +37,11 @@ def missing_for_inductor() -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, with the reason; run the cheap tiers first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, with the reason; run the cheap tiers first.
+
+    Where whole files are dealt to workers, those with a dear tier come first: at the end all would wait for them.
+    """
     lacks = {
         "inductor": missing_for_inductor(),
         "cuda": None if torch.cuda.is_available() else "no CUDA device",
@@ -48,6 +51,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
     items.sort(key=tier_of)  # stable: the order within a tier is pytest's own
+    if hasattr(config, "workerinput"):
+        dear = {item.path for item in items if tier_of(item)}
+        items.sort(key=lambda item: item.path not in dear)
 
 
 def tier_of(item: pytest.Item) -> int:
@@ -89,16 +95,18 @@ def fresh_and_clean() -> Iterator[None]:
         pytest.fail("the test leaves global state behind: " + "; ".join(left), pytrace=False)
 
 
-SHARING = {"cases", "checkpoint", "dataparallel", "inspect", "partition", "runtime", "steps", "testing", "trainer"}
-"""Folders of tests of what is done with a program, in which equal models are captured once."""
+HERE = Path(__file__).parent
+SHARING = {
+    *("cases", "checkpoint", "dataparallel", "inspect", "partition", "runtime", "steps", "testing", "trainer"),
+    "test_huggingface.py",
+}
+"""Tests of what is done with a program: equal models are captured once for all of them."""
 
 
 @pytest.fixture(autouse=True)
 def equal_models_share_a_capture(request: pytest.FixtureRequest) -> Iterator[None]:
-    folder = request.path.parent
-    while folder.parent.name != "tests" and folder != folder.parent:
-        folder = folder.parent
-    if folder.name not in SHARING or request.node.get_closest_marker("inductor"):
+    within = request.path.relative_to(HERE).parts[0] if request.path.is_relative_to(HERE) else ""
+    if within not in SHARING or request.node.get_closest_marker("inductor"):
         yield
         return
     from tests.sharing import shared_captures
