@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import runpy
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from graphcomp.testing import run_ranks
-from tests.examples.test_examples import EXAMPLES
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 Watching = Callable[[], contextlib.AbstractContextManager[Callable[[], Any]]]
 """What is around the script: gives a function to call when it has ended."""
 
@@ -23,6 +25,13 @@ Watching = Callable[[], contextlib.AbstractContextManager[Callable[[], Any]]]
 @contextlib.contextmanager
 def nothing() -> Any:
     yield lambda: None
+
+
+@contextlib.contextmanager
+def showing() -> Iterator[Callable[[], str]]:
+    """Tells what the script shows."""
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        yield text.getvalue
 
 
 def run_script(name: str, processes: int, *options: str, watching: Watching = nothing) -> list[Any]:

@@ -26,8 +26,7 @@ from torch import Tensor
 
 import graphcomp as gc
 from tests.checkpoint.test_processes import RealBytes, full, local_bytes
-from tests.examples.scripts import run_script
-from tests.examples.test_examples import EXAMPLES
+from tests.examples.scripts import EXAMPLES, run_script
 
 pytestmark = [
     pytest.mark.gloo,
@@ -161,7 +160,15 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Unbrok
     return at
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, DROPOUT])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "one process",
+        *(pytest.param(layout, marks=pytest.mark.wide) for layout in ("dp2", "pp2", "pp4")),
+        "pp2 x dp2",
+        DROPOUT,
+    ],
+)
 def test_killed_and_resumed_it_equals_the_unbroken_run(
     layout: str, unbroken: Callable[[str], Unbroken], tmp_path: Path
 ) -> None:
