@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphcomp.capture.batch import describe
-from graphcomp.capture.capture import capture
 from graphcomp.capture.joint import Joint
 from graphcomp.ir import interp, meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.program import Program
+from tests.sharing import captures
 from tests.zoo.case import Case
 
 SEED = 11
@@ -23,7 +24,8 @@ def sample(case: Case, dtype: torch.dtype = torch.float32) -> tuple[Joint, list[
     """The capture of a case's first microbatch, as traced, and inputs from two microbatches."""
     model = case.build().to(dtype)
     batches = case.microbatches(4, dtype=dtype)
-    joint = capture(model, case.loss_fn, batches[0])
+    joint = captures(model, case.loss_fn, batches[0])
+    joint = replace(joint, program=joint.program.copy())  # a pass may work in place
     return joint, [inputs(joint, model, batch) for batch in batches[:2]]
 
 
