@@ -30,7 +30,7 @@ def leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         if leaf.layout is not torch.strided:
             return leaf.layout  # `describe` refuses it
-        shape = tuple(size_class(size) for size in leaf.shape)
+        shape = tuple([size_class(size) for size in leaf.shape])
         return type(leaf), leaf.dtype, leaf.device, shape, leaf.requires_grad
     if isinstance(leaf, float):
         return type(leaf), repr(leaf)  # the text tells 0.0 from -0.0, and nan equals nan
@@ -111,8 +111,8 @@ def batch_key(batch: Any) -> tuple[Any, list[Any]]:
 
     Raises BatchError for a leaf that cannot be compared.
     """
-    leaves, tree = tree_flatten(plain(batch))
-    key = (tree, *map(leaf_key, leaves))
+    leaves, structure = _flattened(plain(batch))
+    key = (structure, *map(leaf_key, leaves))
     try:
         hash(key)
     except TypeError as error:
@@ -125,6 +125,16 @@ def batch_key(batch: Any) -> tuple[Any, list[Any]]:
             do="register its type as a pytree, or leave it out of the batch",
         ) from error
     return key, leaves
+
+
+_LEAVES = frozenset({torch.Tensor, int, float, bool, str, type(None)})
+
+
+def _flattened(batch: Any) -> tuple[list[Any], Any]:
+    """The leaves, and what tells the structure: the names, in a flat dict, for walking over trees takes its time."""
+    if type(batch) is dict and _LEAVES.issuperset(map(type, batch.values())):
+        return list(batch.values()), tuple(batch)
+    return tree_flatten(batch)
 
 
 def _hashable(value: Any) -> bool:
