@@ -31,11 +31,11 @@ class Buckets:
 
         Buckets((128, 512, 2048), {"tokens": Pad(1, 0), "labels": Pad(1, -100), "attention_mask": Pad(1, 0)})
 
-    The longest of these fields grows to the next bucket, the others by as much; fields that are not named, or not
-    there, stay as they are. Programs follow any length by themselves; this is for models that need one program for each
-    length (recurrent layers, `int(x.shape[1])`) and for kernels that like certain sizes. That results do not depend on
-    the padding is for the model to see to, by causality, a mask or ignored labels: `testing.check_parity` compares with
-    the batch as it came.
+    The longest of these fields grows to the next bucket, the others by as much; fields that are not named stay as they
+    are. A microbatch may lack some of the named ones; each has to be in one of the first step's. Programs follow any
+    length by themselves; this is for models that need one program for each length (recurrent layers,
+    `int(x.shape[1])`) and for kernels that like certain sizes. That results do not depend on the padding is for the
+    model to see to, by causality, a mask or ignored labels: `testing.check_parity` compares with the batch as it came.
 
     Raises PlanError for lengths that do not rise, and for no fields.
     """
@@ -57,6 +57,18 @@ class Buckets:
             )
         object.__setattr__(self, "lengths", lengths)
         object.__setattr__(self, "fields", fields)
+
+    def check_names(self, microbatches: Sequence[Any]) -> None:
+        """Raise PlanError for a field that none of the first microbatches has: its name is misspelt."""
+        known = dict.fromkeys(name for batch in microbatches if isinstance(batch, Mapping) for name in batch)
+        unknown = [name for name in self.fields if name not in known]
+        if known and unknown:
+            raise PlanError(
+                f"Buckets(fields=...) names '{unknown[0]}', which no microbatch has",
+                expected=f"fields of the microbatches: {', '.join(map(str, known))}",
+                got=", ".join(self.fields),
+                do="name the fields as the microbatches do; one that only later ones have, give to the first ones too",
+            )
 
     def padded(self, batch: Any) -> Any:
         """The microbatch in its bucket. Raises BatchError if it is too long, or no dict of tensors."""

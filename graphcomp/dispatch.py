@@ -55,6 +55,8 @@ class Dispatcher:
         """
         state, buckets = self.guard.key(), self.compiler.plan.buckets
         self.state, bound = state, []
+        if buckets is not None and not self.compiler.specialisations:
+            buckets.check_names(microbatches)
         for number, batch in enumerate(microbatches):
             try:
                 bound.append(self._bind(batch if buckets is None else buckets.padded(batch), state, training))

@@ -60,6 +60,23 @@ def test_over_stages_the_same() -> None:
     testing.check_parity(model, loss_fn, microbatches, plan=gc.Plan(stages=2, backend="eager", buckets=BUCKETS))
 
 
+def test_a_misspelt_field_is_noticed_at_the_first_capture() -> None:
+    buckets = gc.Buckets((4, 8), {"tokens": gc.Pad(1, 0), "lables": gc.Pad(-1, -100)})
+    model = Recurrent()
+    step = gc.compile_train_step(model, loss_fn, plan=gc.Plan(backend="eager", buckets=buckets, quiet=True))
+    with pytest.raises(PlanError, match=r"names 'lables', which no microbatch has(.|\n)*: tokens, labels, name"):
+        step([batch(3), batch(4)])
+    assert step.stats.traces == 0 and all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_some_microbatches_may_lack_a_named_field() -> None:
+    buckets = gc.Buckets((4, 8), {"tokens": gc.Pad(1, 0), "labels": gc.Pad(-1, -100), "weights": gc.Pad(1, 0)})
+    given = [batch(3), {**batch(3), "weights": torch.ones(2, 3)}]
+    step = gc.compile_train_step(Recurrent(), loss_fn, plan=gc.Plan(backend="eager", buckets=buckets, quiet=True))
+    step(given)
+    step(given[:1])
+
+
 def test_the_longest_field_grows_to_the_bucket_and_the_others_by_as_much() -> None:
     given = {**batch(6), "other": torch.ones(2, 6)}
     found = BUCKETS.padded(given)
