@@ -18,10 +18,11 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import reduce
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,8 +74,18 @@ class Config:
 
     def changed(self, path: str) -> Config:
         """With what a file says."""
-        given = tomllib.loads(Path(path).read_text())
-        return replace(self, **{name: replace(getattr(self, name), **own) for name, own in given.items()})
+        return _replaced(self, tomllib.loads(Path(path).read_text()), path)
+
+
+def _replaced(config: Any, given: dict[str, Any], where: str) -> Any:
+    """The config with these values; those of a section replace some of it."""
+    known = [field.name for field in fields(config)]
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise SystemExit(f"{where}: unknown key '{unknown[0]}'; known are {', '.join(known)}")
+    own = {name: getattr(config, name) for name in given}
+    nested = {n: _replaced(own[n], v, f"{where} [{n}]") if is_dataclass(own[n]) else v for n, v in given.items()}
+    return replace(config, **nested)
 
 
 @dataclass(frozen=True)

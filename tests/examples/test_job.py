@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.examples.scripts import run_script
+from tests.examples.test_examples import EXAMPLES
 
 JOB = """
 model = {width = 16, blocks = 1, longest = 80}
@@ -44,3 +46,20 @@ def test_a_job_goes_on_at_another_layout(tmp_path: Path) -> None:
     assert list(found) == [3, 4]
     for step, values in found.items():
         assert values == pytest.approx(expected[step], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[parallel]\nstages = 2", r"job.toml \[parallel\]: unknown key 'stages'; known are pipeline, schedule, "),
+        ("[trainer]\nsteps = 2", "job.toml: unknown key 'trainer'; known are model, training, parallel"),
+    ],
+)
+def test_a_key_that_no_config_has_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, says: str
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    (tmp_path / "job.toml").write_text(text)
+    config = runpy.run_path(str(EXAMPLES / "08_job.py"))["Config"]
+    with pytest.raises(SystemExit, match=says):
+        config().changed(str(tmp_path / "job.toml"))
