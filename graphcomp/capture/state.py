@@ -53,7 +53,7 @@ class State:
             plain = (type(tensor) is nn.Parameter or tensor is not given) and tensor.layout is torch.strided
             if tensor.device.type != "meta" and not plain and not isinstance(tensor, DTensor):
                 return mode.from_tensor(tensor, static_shapes=True)
-            at = tensor.device if tensor.device.type != "meta" else device or torch.device("cpu")
+            at = given.device if given.device.type != "meta" else device or torch.device("cpu")
             with mode:
                 placed = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=at)
             if isinstance(given, nn.Parameter):

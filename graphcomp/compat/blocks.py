@@ -1,7 +1,7 @@
 """How a `DTensor` is laid over ranks, and which block of the whole a rank holds.
 
 What torch has for this, under a private name, makes lists of row numbers, on the default device. Private as well are
-meshes of two others' axes, and rows that are split behind a later axis of the mesh.
+meshes of two others' axes or of several axes as one, and rows that are split behind a later axis of the mesh.
 """
 
 from __future__ import annotations
@@ -62,11 +62,22 @@ def rows_over(mesh: DeviceMesh, before: Placed | None = None) -> Placed:
 
     As `fully_shard` has it: the new axis comes first, and where rows were split before, each part's are.
     """
+    placements = split_rows(before)
+    return Placed(mesh if before is None else DeviceMesh._concatenate([mesh, before.mesh]), placements)
+
+
+def split_rows(before: Placed | None = None) -> tuple[Placement, ...]:
+    """The placements that `rows_over` makes."""
     if before is None:
-        return Placed(mesh, (Shard(0),))
+        return (Shard(0),)
     parts = before.mesh.size() if before.placements[0].is_shard(0) else 1
-    rows = _StridedShard(0, split_factor=parts) if parts > 1 else Shard(0)
-    return Placed(DeviceMesh._concatenate([mesh, before.mesh]), (rows, *before.placements))
+    return (_StridedShard(0, split_factor=parts) if parts > 1 else Shard(0), *before.placements)
+
+
+def joined(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
+    """The ranks along some axes as a mesh of one; it belongs to the mesh, so it is the same each time. All ranks of the
+    mesh must call it."""
+    return mesh[axes]._flatten(name)
 
 
 def is_whole(block: Block, shape: Sequence[int]) -> bool:

@@ -190,6 +190,7 @@ class Dropped(MLP):
         return self.down(F.dropout(self.up(x), 0.5))
 
 
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
 @pytest.mark.parametrize("local", [True, False])
 def test_tensor_ranks_draw_the_same_numbers(local: bool) -> None:
     """Also for parts: one program, character by character, and the seed is an input that they share."""

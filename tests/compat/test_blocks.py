@@ -13,7 +13,16 @@ from torch.distributed.tensor._utils import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from graphcomp.compat.blocks import Placed, along, block_of, is_whole, placed_as, rows_over, splits_alike
+from graphcomp.compat.blocks import (
+    Placed,
+    along,
+    block_of,
+    is_whole,
+    joined,
+    placed_as,
+    rows_over,
+    splits_alike,
+)
 from tests.collectives.fake import fake_mesh
 
 SHAPES = [(8, 6), (7, 5), (1, 3), (0, 4)]
@@ -84,6 +93,24 @@ def test_which_rows_torch_would_take_for_others(ranks: int, parts: int) -> None:
             alike = alike and sizes == ((rest[rank].numel() if rank < len(rest) else 0),)
         assert splits_alike(rows, parts, ranks) == alike, rows
     assert splits_alike(parts * 7, parts, ranks)
+
+
+@pytest.mark.parametrize("names", ["dp cp tp", "cp tp dp", "tp dp cp"])
+def test_rows_over_joined_axes(names: str) -> None:
+    """Data ranks count along the last one first."""
+    axes = dict.fromkeys(names.split(), 2)
+    data = tuple(name for name in axes if name != "tp")
+    for rank in range(8):
+        with fake_mesh(rank, **axes) as mesh:
+            flat = joined(mesh, data, "dp_cp")
+            assert flat is joined(mesh, data, "dp_cp") or flat == joined(mesh, data, "dp_cp")
+            number = 2 * mesh.get_local_rank(data[0]) + mesh.get_local_rank(data[1])
+            assert (flat.mesh_dim_names, flat.size(), flat.get_local_rank()) == (("dp_cp",), 4, number)
+            placed = rows_over(flat, Placed(mesh["tp"], (Shard(0),)))
+            begin = 8 * mesh.get_local_rank("tp") + 2 * number
+            assert placed.block((16,)) == (slice(begin, begin + 2),)
+            sizes, offsets = compute_local_shape_and_global_offset((16,), placed.mesh, placed.placements)
+            assert (sizes, offsets) == ((2,), (begin,))
 
 
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 2, "tp": 2}])

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from graphcomp.compat.blocks import joined
 from graphcomp.errors import PlanError
 from graphcomp.plan import Plan
 from graphcomp.runtime.ranks.difference import difference
@@ -81,13 +82,6 @@ def check_layout(plan: Plan) -> None:
                 do='init_device_mesh(..., mesh_dim_names=("pp",)) under torchrun; or try it with testing.run_virtual',
             )
         return
-    if plan.axis("tp") > 1 and plan.parameters == "shard" and plan.axis("dp") > 1 and plan.axis("cp") > 1:
-        raise PlanError(
-            "parameters are not sharded over data ranks and context ranks and laid out over tensor ranks at once",
-            expected="parameters='replicate', or a mesh with two of the axes 'dp', 'cp' and 'tp'",
-            got=f"parameters='shard', dp={plan.axis('dp')}, cp={plan.axis('cp')}, tp={plan.axis('tp')}",
-            do="see docs/limits.md",
-        )
     if not dist.is_initialized():
         raise PlanError(
             "the plan has a mesh, but this process is in no process group",
@@ -141,7 +135,7 @@ def make_layout(plan: Plan, model: nn.Module) -> Layout:
         side=side,
         data=_own_group(grid.along(grid.data_axis), limit),
         data_axis=grid.data_axis,
-        data_mesh=_data_mesh(mesh, grid, limit),
+        data_mesh=_data_mesh(mesh, grid),
         data_rank=data_rank,
         data_ranks=len(grid.ranks),
         tensor=_own_group(grid.along("tp"), limit),
@@ -150,15 +144,10 @@ def make_layout(plan: Plan, model: nn.Module) -> Layout:
     )
 
 
-def _data_mesh(mesh: DeviceMesh, grid: Grid, limit: timedelta) -> DeviceMesh | None:
-    """The data ranks as a mesh of one axis: one of the user's mesh, or one over `dp` and `cp` with a group of its own,
-    as sharded parameters outlive the layout."""
-    if len(grid.ranks) == 1:
-        return None
-    if len(grid.data_axes) == 1:
-        return mesh[grid.data_axis]
-    group = _own_group(grid.along(grid.data_axis), limit)
-    return None if group is None else DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=(grid.data_axis,))
+def _data_mesh(mesh: DeviceMesh, grid: Grid) -> DeviceMesh | None:
+    """The data ranks as a mesh of one axis. It is the user's, as sharded parameters outlive the layout."""
+    axes = tuple(name for name, _ in grid.data_axes)
+    return None if not axes else mesh[axes[0]] if len(axes) == 1 else joined(mesh, axes, grid.data_axis)
 
 
 def _require_one_plan(plan: Plan, side: dist.ProcessGroup) -> None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from graphcomp.compat.blocks import placed_as, rows_over, splits_alike
+from graphcomp.compat.blocks import placed_as, split_rows, splits_alike
 from graphcomp.compat.tensor_parallel import AXIS, over_tensor_ranks, parts
 from graphcomp.errors import PlanError
-from graphcomp.plan import DATA_AXES, Plan
+from graphcomp.plan import DATA_AXES, JOINED, Plan
 from graphcomp.runtime.program.fingerprint import checksum
 
 
 def check_parts(plan: Plan, model: nn.Module) -> None:
     """Raise PlanError for a DTensor in the model's state that a step under this plan cannot use. Without any effect."""
     mesh, ranks = plan.mesh, plan.axis(AXIS)
-    data = next((axis for axis in DATA_AXES if plan.axis(axis) > 1), None) if plan.parameters == "shard" else None
+    axes = [axis for axis in DATA_AXES if plan.axis(axis) > 1] if plan.parameters == "shard" else []
+    data, data_ranks = JOINED if len(axes) > 1 else "".join(axes), prod(map(plan.axis, axes))
     for name, tensor in parts(model).items():
         form, part = f"{tensor.placements} over {tensor.device_mesh}", over_tensor_ranks(tensor)
         if part is not None and (mesh is None or ranks == 1 or part.mesh != mesh[AXIS]):
@@ -25,8 +28,9 @@ def check_parts(plan: Plan, model: nn.Module) -> None:
                 expected=f"Plan(mesh=mesh) and parallelize_module(model, mesh['{AXIS}'], ...) with one mesh",
                 got=form,
             )
-        sharded = rows_over(mesh[data], part) if mesh is not None and data else part
-        if ranks > 1 and placed_as(tensor) not in (part, sharded):
+        names = (data,) if part is None else (data, AXIS)
+        sharded = (tensor.device_mesh.mesh_dim_names, tuple(tensor.placements)) == (names, split_rows(part))
+        if ranks > 1 and placed_as(tensor) != part and not sharded:
             raise PlanError(
                 f"'{name}' is laid out over another mesh than the plan's axis '{AXIS}'",
                 expected=f"DTensors over mesh['{AXIS}'] alone, or plain tensors",
@@ -42,11 +46,11 @@ def check_parts(plan: Plan, model: nn.Module) -> None:
                 got=form,
             )
         parted = isinstance(tensor, nn.Parameter) and part.placements[0] == Shard(0)
-        if data and parted and not splits_alike(tensor.shape[0], ranks, plan.axis(data)):
+        if data and parted and not splits_alike(tensor.shape[0], ranks, data_ranks):
             raise PlanError(
                 f"the rows of '{name}' cannot be split over the tensor ranks and each part over the data ranks",
                 expected=f"a multiple of {ranks} rows: as many on each tensor rank",
-                got=f"{tensor.shape[0]} rows, {AXIS}={ranks}, {data}={plan.axis(data)}",
+                got=f"{tensor.shape[0]} rows, {AXIS}={ranks}, {data}={data_ranks}",
                 do="add rows to it (a vocabulary may be larger than what is used), lay it out by columns, or use "
                 "parameters='replicate'",
             )

@@ -7,7 +7,7 @@ what they hold for it can be split as well.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from graphcomp.compat.blocks import placed_as
+from graphcomp.compat.blocks import Placed, placed_as, rows_over
 from graphcomp.compat.sharded import local_rows, rows_like, sharded_like
 from graphcomp.compat.tensor_parallel import over_tensor_ranks
 from graphcomp.errors import StateError
@@ -54,7 +54,7 @@ def held_state(parameters: Mapping[str, torch.Tensor]) -> tuple[HeldState, ...]:
     found: dict[tuple[int, str], HeldState] = {}
     for optimizer in [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]:
         for name, parameter in parameters.items():
-            for one in _of_parameter(optimizer, name, parameter):
+            for one in _of_parameter(optimizer, name, parameter, {placed_as(parameter)}):
                 found.setdefault((id(one.table), one.key), one)
     return tuple(found.values())
 
@@ -67,35 +67,43 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
     groups = enumerate(optimizer.param_groups)
     parameters = {f"{i} of group {g}": p for g, group in groups for i, p in enumerate(group["params"])}
     sharded = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
-    for one in [one for name, p in sharded.items() for one in _of_parameter(optimizer, name, p)]:
-        one.table[one.key] = sharded_like(local_rows(rows_like(one.parameter, one.value)).clone(), one.parameter)
+    found = []
+    for name, parameter in sharded.items():
+        kinds = {None, over_tensor_ranks(parameter)} - {placed_as(parameter)}
+        found += _of_parameter(optimizer, name, parameter, kinds)
+    for one in found:
+        one.replace(_own(one.parameter, one.value))
 
 
-def _of_parameter(optimizer: Optimizer, name: str, parameter: torch.Tensor) -> Iterator[HeldState]:
+def _own(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that is whole, or laid over tensor ranks alone, in memory of its own."""
+    placed = placed_as(parameter)
+    if placed is None or not isinstance(value, DTensor):
+        return local_rows(rows_like(parameter, value)).clone()
+    local, data = local_rows(value), (placed.mesh.mesh_dim_names or ())[0]
+    return local[rows_over(placed.mesh[data]).block(local.shape)].clone()
+
+
+def _of_parameter(
+    optimizer: Optimizer, name: str, parameter: torch.Tensor, kinds: Collection[Placed | None]
+) -> Iterator[HeldState]:
+    """What is laid over ranks in one of these ways, and so has to be split."""
     owner, table = type(optimizer).__name__, optimizer.state.get(parameter, {})
     for key, value in table.items():
-        if _fits(value, parameter):
-            yield HeldState(owner, name, key, table, parameter)
-        elif any(_is_whole(each, parameter) for each in _inside(value)):
+        if not any(_is_one_of(kinds, each) for each in _inside(value)):
+            continue
+        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or value.layout is not torch.strided:
             raise StateError(
                 f"optimizer state cannot be split over data ranks: {owner} holds '{key}' for parameter '{name}'",
                 expected=f"a tensor of the parameter's shape {tuple(parameter.shape)}, or numbers",
                 got=f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__,
                 do="make the optimizer when the parameters are sharded already, or replicate them",
             )
+        yield HeldState(owner, name, key, table, parameter)
 
 
-def _fits(value: object, parameter: torch.Tensor) -> bool:
-    if not _is_whole(value, parameter):
-        return False
-    return value.shape == parameter.shape and value.layout is torch.strided  # type: ignore[attr-defined]
-
-
-def _is_whole(value: object, parameter: torch.Tensor) -> bool:
-    """Whether a tensor is not split over data ranks: plain, or laid over the tensor ranks of its parameter alone."""
-    if not isinstance(value, torch.Tensor) or not value.dim():
-        return False
-    return placed_as(value) in (None, over_tensor_ranks(parameter))
+def _is_one_of(kinds: Collection[Placed | None], value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and placed_as(value) in kinds
 
 
 def _inside(value: object) -> list[object]:

@@ -14,16 +14,21 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from graphcomp import shard_optimizer_state
+from graphcomp.compat.blocks import Placed, placed_as, rows_over
+from graphcomp.compat.sharded import shard_in_place
+from graphcomp.compat.tensor_parallel import forget_meshes
 from graphcomp.dataparallel.spec import Shards
 from graphcomp.errors import StateError
 from graphcomp.runtime.state.live import LiveState
+from graphcomp.runtime.state.optimizer_state import held_state
 from graphcomp.runtime.state.shards import shard_parameters
 from graphcomp.testing import run_ranks
+from tests.collectives.fake import fake_mesh
 from tests.runtime.sharded import alone, data_mesh, full, gradients, uneven
 
 pytestmark = pytest.mark.gloo
@@ -188,3 +193,29 @@ def test_checkpoints_come_back(tmp_path: Any) -> None:
     for found in run_ranks(checkpoints, 3, str(tmp_path / "saved")):
         assert all(found.values()), found
     assert run_ranks(one_process_reads, 1, str(tmp_path / "saved")) == [True]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_state_of_parts_over_tensor_ranks(rank: int) -> None:
+    """Held whole, or laid out as the parameter was before data ranks got rows of each part."""
+    whole = torch.arange(24.0).view(6, 4)
+    forget_meshes()
+    with fake_mesh(rank, dp=2, tp=2) as mesh:
+        before = Placed(mesh["tp"], (Shard(1),))
+        part = DTensor.from_local(
+            whole[before.block(whole.shape)].contiguous(), mesh["tp"], [Shard(1)], run_check=False
+        )
+        parameter = nn.Parameter(part.clone())
+        optimizer = SGD([parameter], lr=0.1)
+        optimizer.state[parameter] = {"plain": whole.clone(), "part": part.clone(), "count": torch.tensor(3.0)}
+        assert [one.key for one in held_state({"w": parameter})] == ["part"]
+        rows = rows_over(mesh["dp"], before)
+        shard_in_place(parameter, whole[rows.block(whole.shape)].contiguous(), mesh["dp"], None)
+        for _ in range(2):  # what is split already stays
+            shard_optimizer_state(optimizer)
+            held = optimizer.state[parameter]
+            for key in ("plain", "part"):
+                assert placed_as(held[key]) == rows and held[key].shape == whole.shape
+                assert torch.equal(held[key].to_local(), whole[rows.block(whole.shape)]), key
+            assert float(held["count"]) == 3.0
+    forget_meshes()
