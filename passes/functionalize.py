@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -60,7 +59,7 @@ def functionalize(program: Program) -> Program:
     tensor.
     """
     for node in program.calls():
-        if node.target is operator.getitem and not node.users and meta.value(node) is None:
+        if meta.holds_nothing(node) and not node.users:
             program.graph.erase_node(node)  # a gradient that autograd did not ask for
     if is_functional(program):
         return program

@@ -4,6 +4,7 @@ operations by what torch itself makes of them."""
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -15,8 +16,10 @@ from torch.fx import Graph, Interpreter, Node
 from torch.fx.node import map_arg
 
 from graphcomp.compat.decompositions import Table, trace_with
+from graphcomp.compat.symbolic_sizes import CONCRETE_OPERATORS, symbolic_bodies
 from graphcomp.compat.tracing import observe_nodes
 from graphcomp.ir import meta
+from graphcomp.ir.body import take_up
 from graphcomp.ir.normalize import lift_sizes
 from graphcomp.ir.program import Program
 from graphcomp.ir.signature import Constant, Role, Size
@@ -62,7 +65,8 @@ class Replay(Interpreter):
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.operation(target, args, kwargs)
+        with symbolic_bodies() if target in CONCRETE_OPERATORS else contextlib.nullcontext():
+            return self.operation(target, args, kwargs)
 
     def operation(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What to run for a call; subclasses exchange operations here."""
@@ -140,6 +144,7 @@ class _Rebuild:
         return names
 
     def finish(self) -> Retraced:
+        take_up(self.module)
         nodes = list(self.module.graph.nodes)
         self._placeholders([node for node in nodes if node.op == "placeholder"])
         for node in nodes:
@@ -180,7 +185,7 @@ class _Rebuild:
         self.copies[node] = new
 
     def _call(self, node: Node) -> None:
-        if meta.value(node) is None and not node.users and node.target is operator.getitem:
+        if meta.holds_nothing(node) and not node.users:
             return  # a result that does not exist
         origin = self.replay.origin.get(node)
         destination = self.copies.get(node.args[0]) if node.args and isinstance(node.args[0], Node) else None

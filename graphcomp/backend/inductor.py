@@ -17,11 +17,12 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 
 from graphcomp.backend.base import Boxed, Compiled, Listener, Progress
 from graphcomp.backend.chunks import in_turn
 from graphcomp.backend.embeddings import scatter_embeddings
+from graphcomp.backend.functions import compilable
 from graphcomp.backend.layout import Layouts
 from graphcomp.compat.artifacts import PackedCode, pack, unpack
 from graphcomp.compat.inductor import CompiledCode, compile_graph, guards_since, runs_as_written
@@ -161,7 +162,7 @@ def _code(program: Program, graph: Graph) -> Boxed | CompiledCode:
     if not program.calls():  # nothing to compile, and Inductor would keep the list
         return boxed_callable(in_place(program))
     scatter_embeddings(graph)
-    module = GraphModule(torch.nn.Module(), graph, class_name="program")
+    module = compilable(graph)
     inputs = [meta.value(node) for node in program.placeholders]
     with as_written():
         return compile_graph(module, inputs, program.fake_mode, list(written(program)))

@@ -23,9 +23,16 @@ from graphcomp.capture.hooks import check_hooks, traced_hooks
 from graphcomp.capture.joint import Joint, LossSpec, MetricSpec, Opaque
 from graphcomp.capture.labels import Labels, role_of
 from graphcomp.capture.operations import number_operations
-from graphcomp.capture.refuse import check_buffers, check_random_backward, check_run_time_sizes, explained
+from graphcomp.capture.refuse import (
+    check_buffers,
+    check_devices,
+    check_random_backward,
+    check_run_time_sizes,
+    explained,
+)
 from graphcomp.capture.regions import marked_regions
 from graphcomp.capture.state import Captured, Reachable, State, unchanged_model
+from graphcomp.capture.taken import check_functions
 from graphcomp.capture.userfiles import is_user_file
 from graphcomp.compat.pytree import path_text, register_record, tree_flatten_with_path
 from graphcomp.compat.run_time_sizes import knowing_splits, relied_on
@@ -43,6 +50,7 @@ from graphcomp.compat.tracing import swapped_state, trace
 from graphcomp.errors import CaptureError, LossError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
+from graphcomp.ir.body import take_up
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.normalize import lift_sizes
 from graphcomp.ir.program import Level, Program
@@ -127,6 +135,7 @@ def capture(
     program, captured = _normalize(module, roles, results.roles, mode, leaves, Reachable(model, loss_fn, training))
     groups = normalize_collectives(program.graph, mesh)
     check_random_backward(program)
+    check_devices(program)
     sizes = _sizes(program, mode, leaves)
     check_run_time_sizes(sizes, relied_on(mode, is_user_file))
     return Joint(
@@ -246,6 +255,8 @@ def _normalize(
     reachable: Reachable,
 ) -> tuple[Program, dict[str, Captured]]:
     """From make_fx's graph to a program: outside values become inputs with roles, sizes are lifted."""
+    check_functions(module)
+    take_up(module)
     graph = module.graph
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     roles = dict(zip(nodes, inputs, strict=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,14 +12,15 @@ from torch import nn
 
 from graphcomp.capture.contents import question_of
 from graphcomp.capture.labels import Labels, error_line
+from graphcomp.capture.taken import refusal
+from graphcomp.compat.higher_order import FunctionsRefusedError
+from graphcomp.compat.operators import target_name
 from graphcomp.errors import CaptureError, StateError
 from graphcomp.ir import meta
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
 from graphcomp.ir.randomness import draws
 from graphcomp.ir.sizes import Sizes
-
-_TAKES_FUNCTIONS = re.compile(r"rule registered for HigherOrderOperator (\w+)")
 
 
 def check_buffers(model: nn.Module) -> None:
@@ -49,6 +49,33 @@ def check_random_backward(program: Program) -> None:
                 got=str(node.target),
                 do="draw in forward and save the numbers; to compute a part again, use torch.utils.checkpoint",
             )
+
+
+def check_devices(program: Program) -> None:
+    """Refuse operations that have no kernel on the device where they are to run, but would be captured."""
+    for node in program.calls():
+        kernel = _ONLY_ON.get(target_name(node.target))
+        first = node.all_input_nodes[0] if node.all_input_nodes else None
+        value = meta.tensor(first) if first is not None else None
+        if kernel is not None and value is not None and value.device.type != kernel[1]:
+            at = meta.note(node)
+            raise CaptureError(
+                f"the code calls {kernel[0]}, for which torch has no kernel on this device",
+                where=f"module '{at.module}', {at.source}" if at.module else at.source,
+                expected=kernel[1],
+                got=value.device.type,
+                do=kernel[2],
+            )
+
+
+_ONLY_ON = {
+    "torch_attn::_varlen_attn": (
+        "varlen_attn",
+        "cuda",
+        "use flex_attention with a mask of documents, or scaled_dot_product_attention over documents as rows",
+    )
+}
+"""By operator: what users call it, the device that has it, and what to do elsewhere."""
 
 
 def check_run_time_sizes(sizes: Sizes, relied_on: Mapping[object, str | None]) -> None:
@@ -106,15 +133,8 @@ def explained(model: nn.Module, labels: Labels) -> Iterator[None]:
                 got=asked.got,
                 do=asked.do,
             ) from error
-        functional = _TAKES_FUNCTIONS.search(str(error))
-        if functional is not None:
-            raise CaptureError(
-                f"the code calls '{functional[1]}', an operator that takes functions, which a program cannot hold",
-                where=f"module '{name}', {line}" if name else line,
-                expected="operations on tensors",
-                got=functional[1],
-                do="write it out; in place of flex_attention: scaled_dot_product_attention with is_causal or a mask",
-            ) from error
+        if isinstance(error, FunctionsRefusedError):
+            raise refusal(error, f"module '{name}', {line}" if name else line) from error
         if isinstance(error, TypeError) and "unhashable type: non-nested SymInt" in str(error):
             raise CaptureError(
                 "the code uses a size of the batch as a key, which a size that may be any number cannot be",
@@ -123,12 +143,6 @@ def explained(model: nn.Module, labels: Labels) -> Iterator[None]:
                 got="a size, in a dict, a set or the arguments of a function under functools.cache",
                 do="make it a plain number: table[int(n)], which is one program for each size; or compute what the "
                 "table holds from the size",
-            ) from error
-        if "dynamo-optimized" in str(error):
-            raise CaptureError(
-                "a part of the model is compiled by torch.compile, which capture cannot look into",
-                where=f"module '{name}'" if name else type(model).__name__,
-                do="give the step the module as it was before torch.compile; the step compiles all of it",
             ) from error
         error.add_note(
             f"graphcomp: while tracing {labels.phase} of {type(model).__name__}"

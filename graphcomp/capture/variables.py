@@ -10,6 +10,7 @@ from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from graphcomp.capture.userfiles import is_user_file
+from graphcomp.compat.higher_order import uncompiled
 
 WATCHED = "watched attribute"
 """The kind of an attribute of an object that is watched with all of its attributes by who holds it."""
@@ -58,12 +59,14 @@ def _default(function: FunctionType, argument: int | str) -> Any:
 
 
 def plain_function(value: Any) -> FunctionType | None:
-    """The Python function behind a method, a partial or a function; None for anything else."""
+    """The Python function behind a method, a partial, a compiled function or a function; None for anything else."""
     while True:
         if isinstance(value, functools.partial):
             value = value.func
         elif hasattr(value, "__func__"):
             value = value.__func__
+        elif uncompiled(value) is not None:
+            value = uncompiled(value)
         else:
             return value if isinstance(value, FunctionType) else None
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 from torch._meta_registrations import _create_grouped_mm_output_tensor
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from graphcomp.compat import higher_order
 
 
 def _grouped_mm(
@@ -20,11 +23,13 @@ def _grouped_mm(
     return _create_grouped_mm_output_tensor(left, right, offsets, out_dtype)
 
 
-FAKES: dict[Any, Callable[..., Any]] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+FAKES: dict[Any, Callable[..., Any]] = {torch.ops.aten._grouped_mm.default: _grouped_mm, **higher_order.FAKES}
 
 
 class TracingMode(FakeTensorMode):
     """A fake mode that knows `FAKES`."""
+
+    supports_higher_order_operators = True
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -34,4 +39,7 @@ class TracingMode(FakeTensorMode):
                 found = FAKES[func](*args, **(kwargs or {}))
             if found is not NotImplemented:
                 return found
+        if isinstance(func, HigherOrderOperator):
+            do = "write it out in plain operations"
+            raise higher_order.FunctionsRefusedError(func.name(), "which a program cannot hold", do)
         return super().__torch_dispatch__(func, types, args, kwargs or {})

@@ -94,8 +94,9 @@ def _decompose(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     run: Callable[..., Any] = torch.fx.Interpreter(module).run
     done = trace_with(lambda *values: list(run(*values)), inputs, inductor_table())
     if any(_writes(node) for node in done.graph.nodes):  # some decompositions fill a tensor in place
-        # Of what the first trace made: a function that an operator takes is run under other transforms there.
-        functional = torch.func.functionalize(torch.fx.Interpreter(done).run, remove="mutations_and_views")
+        # Of what the first trace made: a function that an operator takes is run under other transforms there. Views
+        # stay, for a copy in the place of one that is a result would have other strides.
+        functional = torch.func.functionalize(torch.fx.Interpreter(done).run, remove="mutations")
         done = trace_with(lambda *values: list(functional(*values)), inputs, inductor_table())
     done.graph.eliminate_dead_code()
     done.recompile()

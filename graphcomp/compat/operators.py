@@ -9,7 +9,7 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["CAST", "HigherOrderOperator", "OpOverload", "argument_names", "flop_formula", "is_mutable"]
+__all__ = ["CAST", "HigherOrderOperator", "OpOverload", "argument_names", "flop_formula", "is_mutable", "target_name"]
 
 CAST = torch.ops.aten._to_copy
 """Another dtype, device or memory format."""
@@ -31,6 +31,11 @@ def argument_names(target: OpOverload) -> list[str]:
     return [argument.name for argument in schema.arguments]
 
 
+def target_name(target: object) -> str:
+    """`namespace::name` of an operator, without its overload; empty for other targets."""
+    return target.name().partition(".")[0] if isinstance(target, OpOverload) else ""
+
+
 def is_mutable(target: OpOverload) -> bool:
     """Whether the operator's schema says that it writes to an argument."""
     schema: Any = target._schema
@@ -39,5 +44,5 @@ def is_mutable(target: OpOverload) -> bool:
 
 def flop_formula(target: object) -> Callable[..., int] | None:
     """torch's count of an operator's floating-point operations; None for what it does not count."""
-    packet: Any = target.overloadpacket if isinstance(target, OpOverload) else None
+    packet: Any = target.overloadpacket if isinstance(target, OpOverload) else target
     return flop_registry.get(_COUNTED_AS.get(packet, packet))

@@ -8,9 +8,9 @@ from typing import Any
 
 import sympy
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, ValueRangesSLoc
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
@@ -27,6 +27,8 @@ def reduced(value: object) -> Reduced | None:
         case OpOverload():
             name = str(value._schema.name)
             return _operator, (*name.split("::", 1), str(value._overloadname))
+        case HigherOrderOperator():
+            return _higher_order, (value.name(),)
         case FakeTensor():
             shape, strides = tuple(value.shape), tuple(value.stride())
             form = (shape, strides, value.storage_offset(), value.dtype, value.fake_device, value.requires_grad)
@@ -45,6 +47,10 @@ def reduced(value: object) -> Reduced | None:
 
 def _operator(namespace: str, name: str, overload: str) -> object:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def _higher_order(name: str) -> object:
+    return getattr(torch.ops.higher_order, name)
 
 
 def _tensor(mode: FakeTensorMode, form: tuple[Any, ...], is_parameter: bool) -> torch.Tensor:
@@ -71,9 +77,11 @@ def _environment(
     guessed: Mapping[sympy.Symbol, int],
 ) -> ShapeEnv:
     environment: Any = new_fake_mode().shape_env
+    place = environment._get_sloc()
     for symbol, (lower, upper) in ranges.items():
         bounds = ValueRanges(-int_oo if lower is None else lower, int_oo if upper is None else upper)
         environment.var_to_range[symbol] = bounds
+        environment.var_to_range_sloc[symbol] = ValueRangesSLoc(place, place)  # which Inductor's cache asks for
     environment.backed_var_to_val.update({symbol: sympy.Integer(hint) for symbol, hint in hints.items()})
     adopt_guesses(environment, guessed)
     return environment

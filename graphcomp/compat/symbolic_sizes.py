@@ -37,6 +37,10 @@ CONCRETE = frozenset(
 )
 
 
+CONCRETE_OPERATORS = frozenset({torch.ops.aten.constant_pad_nd.default})
+"""The same among operators, of which a program is made that is traced again."""
+
+
 _NUMBERS: dict[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 
+from graphcomp.compat.higher_order import TakeFunctions, as_written_by_the_user
 from graphcomp.compat.symbolic_sizes import SymbolicSizes, sizes_in_text, whole_numbers
 
 
@@ -78,5 +79,8 @@ def trace(
     is_user_file: the source files whose code gets plain numbers where it makes a text of a size.
     """
     table: dict[Any, Callable[..., Any]] = {torch.ops.aten.baddbmm.default: _expand_first}
-    with SymbolicSizes(), whole_numbers(), sizes_in_text(is_user_file), _no_fused_attention():
+    sizes = (SymbolicSizes(), whole_numbers(), sizes_in_text(is_user_file))
+    with contextlib.ExitStack() as stack:
+        for context in (*sizes, _no_fused_attention(), as_written_by_the_user(), TakeFunctions()):
+            stack.enter_context(context)
         return make_fx(function, table, tracing_mode="real", _allow_non_fake_inputs=True)(*arguments)

@@ -11,14 +11,16 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 from torch.fx.node import map_arg
 
+from graphcomp.compat import higher_order
 from graphcomp.errors import VerifyError
+from graphcomp.ir.body import with_modules
 from graphcomp.ir.collective_calls import name_groups
 from graphcomp.ir.program import Program
 from graphcomp.ir.signature import Constant, Role
 
 # Where a trace could view, running may have to copy: the layout that fake kernels foretell is not always the
 # real one (batch norm of a transposed input). The values are the same.
-_LENIENT: dict[Any, Any] = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+_RUN_AS: dict[Any, Any] = {torch.ops.aten.view.default: torch.ops.aten.reshape.default, **higher_order.PLAIN}
 
 Boxed = Callable[[list[Any]], tuple[Any, ...]]
 
@@ -46,9 +48,10 @@ def boxed_callable(program: Program, groups: Mapping[str, str] | None = None) ->
     if groups is not None:
         name_groups(graph, groups, f"program '{program.name}'")
     for node in graph.nodes:
-        node.target = _LENIENT.get(node.target, node.target)
+        node.target = _RUN_AS.get(node.target, node.target)
+    holder = with_modules(graph)
     graph.set_codegen(_BoxedCode())
-    module = GraphModule(torch.nn.Module(), graph, class_name="program")
+    module = GraphModule(holder, graph, class_name="program")
     body = type(module).forward
     count = len(program.inputs)
 
@@ -102,7 +105,7 @@ def evaluate(node: Node, values: Mapping[Node, Any]) -> Any:
         raise VerifyError(f"node '{node.name}' cannot run", expected="call_function", got=node.op)
     arguments, keywords = map_arg((node.args, node.kwargs), values.__getitem__)
     with as_written():
-        return _LENIENT.get(node.target, node.target)(*arguments, **keywords)
+        return _RUN_AS.get(node.target, node.target)(*arguments, **keywords)
 
 
 def ordered(program: Program, inputs: Mapping[Role, Any]) -> list[Any]:

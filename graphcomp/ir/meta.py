@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -77,6 +78,12 @@ Value = torch.Tensor | torch.SymInt | int | torch.SymFloat | float | torch.SymBo
 def value(node: Node) -> object:
     """What the node computes, as a fake tensor (or a tuple of them), a symbolic or plain number; None if unknown."""
     return node.meta.get(_VALUE)
+
+
+def holds_nothing(node: Node) -> bool:
+    """Whether a part of a result does not exist: a gradient that nobody asked for, or a list of none."""
+    found = value(node)
+    return node.target is operator.getitem and (found is None or (isinstance(found, tuple | list) and not found))
 
 
 def set_value(node: Node, new: object) -> None:

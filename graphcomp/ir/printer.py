@@ -8,6 +8,7 @@ from itertools import zip_longest
 from torch.fx import Node
 
 from graphcomp.ir import meta, spelling
+from graphcomp.ir.body import Body
 from graphcomp.ir.digest import digest
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
@@ -23,6 +24,8 @@ def print_program(program: Program, notes: bool = True, groups: Mapping[str, str
 
     notes: with the phase as section lines and, right of each node, its module, source line and forward twin.
     groups: process-group name -> mesh axis name, for a raw graph; what else is no axis is numbered by first appearance.
+
+    The functions that calls take are @0, @1, ... by first appearance, equal ones once; they stand at the end.
     """
     return "\n".join(text for _, text in _lines(program, notes, groups or {})) + "\n"
 
@@ -46,7 +49,14 @@ def _lines(program: Program, notes: bool, groups: Mapping[str, str]) -> list[tup
     symbols = spelling.Symbols(program)
     names = spelling.node_names(program, symbols)
     axes = spelling.Axes(groups)
-    call = spelling.Call(symbols, lambda n: f"%{names.get(n, f'{n.name}?')}", axes, lambda d: d.type)
+    bodies: dict[Body, str] = {}
+    call = spelling.Call(
+        symbols,
+        lambda n: f"%{names.get(n, f'{n.name}?')}",
+        axes,
+        lambda d: d.type,
+        lambda body: bodies.setdefault(body, f"@{len(bodies)}"),
+    )
     twins: dict[int, str] = {}
     for node in names:
         note = meta.note(node)
@@ -74,6 +84,9 @@ def _lines(program: Program, notes: bool, groups: Mapping[str, str]) -> list[tup
         text = f"{head} = {call.text(node)}"
         about = spelling.comment(node, twins) if notes else ""
         lines.append((node, f"{text:<{_COLUMN}}  # {about}" if about else text))
+    for body, called in bodies.items():
+        given, *rest = call.function(body)
+        lines += [(None, f"function {called}{given}"), *((None, f"  {line}") for line in rest)]
     return lines
 
 

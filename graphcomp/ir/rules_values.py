@@ -39,8 +39,7 @@ def values(program: Program) -> Iterator[Fault]:
     for node in program.graph.nodes:
         if node.op == "output":
             continue
-        parts = meta.value(node)
-        parts = parts if isinstance(parts, tuple | list) else (parts,)
+        parts = list(_parts(meta.value(node)))
         if not parts and node.target in _MAY_YIELD_NOTHING:
             continue
         if any(part is not None for part in parts) and all(
@@ -49,6 +48,15 @@ def values(program: Program) -> Iterator[Fault]:
             continue
         what, do = f"the value of '{node.name}' is not known", "set it with `meta.set_value`"
         yield Fault(what, node, "fake tensors or numbers", meta.value(node), do)
+
+
+def _parts(found: object) -> Iterator[object]:
+    """What a value consists of: a result may be several, and one of these again."""
+    if isinstance(found, tuple | list):
+        for part in found:
+            yield from _parts(part)
+    else:
+        yield found
 
 
 def symbols(program: Program) -> Iterator[Fault]:

@@ -14,6 +14,7 @@ from torch.fx import Node
 from graphcomp.compat.operators import OpOverload, argument_names
 from graphcomp.compat.run_time_sizes import is_run_time_name
 from graphcomp.ir import meta
+from graphcomp.ir.body import Body
 from graphcomp.ir.effects import is_split, reads_splits
 from graphcomp.ir.groups import is_text
 from graphcomp.ir.meta import Phase
@@ -160,7 +161,10 @@ class Axes:
 
 
 class Call:
-    """Spells the right-hand side of a node; `name`, `group` and `device` spell what differs between texts."""
+    """Spells the right-hand side of a node; `name`, `group`, `device` and `body` spell what differs between texts.
+
+    body: what stands for a function that a call takes; by default all of it.
+    """
 
     def __init__(
         self,
@@ -168,8 +172,17 @@ class Call:
         name: Callable[[Node], str],
         group: Callable[[str], str],
         device: Callable[[torch.device], str],
+        body: Callable[[Body], str] | None = None,
     ) -> None:
         self._symbols, self._name, self._spell_group, self._device = symbols, name, group, device
+        self._body = body or (lambda taken: f"{{{'; '.join(self.function(taken))}}}")
+
+    def function(self, body: Body) -> list[str]:
+        """The lines of a function: its inputs, its calls, what it returns."""
+        call = Call(self._symbols, lambda node: f"%{node.name}", self._spell_group, self._device)
+        typed = {node: f"%{node.name}: {value(meta.value(node), self._symbols)}" for node in body.graph.nodes}
+        calls = [f"{typed[node]} = {call.text(node)}" for node in body.calls]
+        return [f"({', '.join(typed[node] for node in body.inputs)})", *calls, f"return {call.argument(body.returned)}"]
 
     def text(self, node: Node) -> str:
         if node.target is operator.getitem and len(node.args) == 2:
@@ -185,6 +198,8 @@ class Call:
     def argument(self, found: object) -> str:
         if isinstance(found, Node):
             return self._name(found)
+        if isinstance(found, Body):
+            return self._body(found)
         if isinstance(found, list | tuple):
             return f"[{', '.join(self.argument(part) for part in found)}]"
         if isinstance(found, slice):

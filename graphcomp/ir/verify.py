@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from graphcomp.errors import VerifyError
-from graphcomp.ir import meta, rules_calls, rules_signature, rules_values
+from graphcomp.ir import meta, rules_calls, rules_functions, rules_signature, rules_values
 from graphcomp.ir.fault import Fault
 from graphcomp.ir.printer import name, window
 from graphcomp.ir.program import Level, Program
@@ -40,6 +40,11 @@ RULES: tuple[Rule, ...] = (
         "calls",
         "nodes call operators, or arithmetic on sizes; no attributes, modules, methods",
         rules_calls.calls,
+    ),
+    Rule(
+        "functions",
+        "functions are given to operators that take them, and only compute, from their arguments alone",
+        rules_functions.functions,
     ),
     Rule("pure", "no operation writes to its arguments", rules_calls.pure),
     Rule("device", "no operation reads tensor contents to the host, nor sizes off a tensor", rules_calls.device),

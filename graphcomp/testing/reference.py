@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from graphcomp.capture.batch import arguments, plain
+from graphcomp.compat.higher_order import functions_differentiated
 from graphcomp.losses import MeanLoss, Metric, TokenLoss, from_output, normalize
 
 
@@ -106,7 +107,7 @@ def run_eager(
     """
     counts = counts_of(model, loss_fn, microbatches)
     totals = Totals(counts, first)
-    with untouched(model), torch.enable_grad():
+    with untouched(model), torch.enable_grad(), functions_differentiated():
         for batch in microbatches:
             losses, metrics = eager_losses(model, loss_fn, batch)
             found = {name: total_of(loss) for name, loss in losses.items()}

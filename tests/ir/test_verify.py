@@ -210,6 +210,12 @@ def attribute(b: Builder, x: Any) -> dict[Any, Any]:
     return {Output("y"): b.call(aten.add.Tensor, x, node)}
 
 
+def unknown_operator(b: Builder, x: Any) -> dict[Any, Any]:
+    node = b.graph.call_function(torch.ops.higher_order.while_loop, (x,))
+    meta.set_value(node, b.leaf)
+    return {Output("y"): node}
+
+
 def all_reduce(uses: int, wait: bool = True, group: str = "dp") -> Callable[[Builder, Any], dict[Any, Any]]:
     def make(b: Builder, x: Any) -> dict[Any, Any]:
         node = b.graph.call_function(c10d.all_reduce.default, (x, "sum", group))
@@ -336,6 +342,7 @@ BROKEN: list[tuple[str, str, Callable[[], Program]]] = [
     ("calls", "'mul' is a call_method node", broken_step(call_method)),
     ("calls", "'mul' calls an unknown function", broken_step(retarget("mul", os.getenv))),
     ("calls", "'mul' calls an unknown function", broken_step(retarget("mul", torch.ops.aten.mul))),
+    ("functions", "calls an operator that nothing is known of", built(unknown_operator)),
     ("pure", "'mul' writes to its arguments", broken_step(retarget("mul", aten.mul_.Tensor))),
     ("pure", "'native_batch_norm' writes its running statistics", built(batch_norm(True))),
     (
