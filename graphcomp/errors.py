@@ -135,3 +135,9 @@ class ParityError(GraphcompError):
 
 class RankFailure(GraphcompError):
     """Another rank failed; carries that rank's text: rank, stage, microbatch, action and the original error."""
+
+
+def error_text(error: BaseException, notes: bool = False) -> str:
+    """Type and text of an error. notes: with those that say in which microbatch, and where in the code."""
+    more = "".join(f" ({note})" for note in getattr(error, "__notes__", [])) if notes else ""
+    return f"{type(error).__name__}: {error}".removesuffix(": ") + more

@@ -23,8 +23,7 @@ from graphcomp.checkpoint.entries import entries, set_extra_state
 from graphcomp.checkpoint.optimizers import groups_to_load, load_optimizer, optimizer_state, tensors_to_load
 from graphcomp.checkpoint.weights import match
 from graphcomp.checkpoint.writing import PLAIN, Contents, World, alone, as_bytes, begin, find, from_bytes, write
-from graphcomp.errors import CheckpointError
-from graphcomp.runtime.failures.failure import error_text
+from graphcomp.errors import CheckpointError, error_text
 from graphcomp.runtime.state.initial import Initialiser
 
 if TYPE_CHECKING:

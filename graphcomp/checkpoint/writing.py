@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from graphcomp.checkpoint.optimizers import merged
 from graphcomp.compat.sharded import local_rows, sharded_like
-from graphcomp.errors import CheckpointError
-from graphcomp.runtime.failures.failure import error_text
+from graphcomp.errors import CheckpointError, error_text
 
 if TYPE_CHECKING:
     from graphcomp.step import CompiledStep

@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 import torch.distributed as dist
 
 from graphcomp.compat.process_groups import cut_off, give_up
-from graphcomp.errors import RankFailure
+from graphcomp.errors import RankFailure, error_text
 from graphcomp.runtime.failures.report import Board, Phase, Report, ranks_text
 from graphcomp.runtime.ranks.layout import Layout
 
@@ -195,11 +195,6 @@ def _plain(error: BaseException) -> str:
     """What a process group says, without its own source line and general advice."""
     text = (str(error).splitlines() or [""])[0].partition("This is typically caused")[0].strip()
     return text.partition("] ")[2] if text.startswith("[/") else text
-
-
-def error_text(error: BaseException) -> str:
-    """Type and text."""
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def notes_of(error: BaseException) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from graphcomp.errors import RankFailure
+from graphcomp.errors import RankFailure, error_text
 from graphcomp.runtime.ranks.difference import difference
 from graphcomp.runtime.ranks.exchanges import Exchanges
 from graphcomp.runtime.ranks.grid import Grid, Groups
@@ -152,7 +152,7 @@ class Agreement:
             return [[more]]
         digest = hashlib.sha256(text.encode()).hexdigest()
         everyone: list[Any] = [None] * dist.get_world_size(self.side)
-        mine = (digest, None if failure is None else _text(failure), more)
+        mine = (digest, None if failure is None else error_text(failure, notes=True), more)
         try:
             dist.all_gather_object(everyone, mine, group=self.side)
         except RuntimeError as lost:
@@ -191,9 +191,3 @@ class Agreement:
                 first = seen.setdefault(name, rank)
                 if everyone[first][name] != digest:
                     self.share(texts.get(name, ""), None, "", [(first, rank)])
-
-
-def _text(failure: BaseException) -> str:
-    """An error in one text, with its notes: they say in which microbatch, and where in the user's code."""
-    notes = "".join(f" ({note})" for note in getattr(failure, "__notes__", []))
-    return f"{type(failure).__name__}: {failure}{notes}"
