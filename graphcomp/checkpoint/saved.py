@@ -145,7 +145,8 @@ class _Found:
     def _read(self, wanted: dict[str, Any]) -> None:
         """Into these tensors; every rank reads for itself what it needs."""
         try:
-            with torch.no_grad(), alone():
+            alone()
+            with torch.no_grad():
                 dcp.load(wanted, storage_reader=dcp.FileSystemReader(self.folder), no_dist=True)
         except dcp.CheckpointException as failed:
             error, _ = next(iter(failed.failures.values()))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -70,12 +69,12 @@ def from_bytes(written: bytes) -> dict[str, Any]:
     return loaded
 
 
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Torch need not say that this process reads or writes by itself."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def alone() -> None:
+    """Torch need not say that this process reads or writes by itself.
+
+    The filter stays: one that is taken away again would take away what another thread has set meanwhile.
+    """
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def find(folder: Path) -> Path:
@@ -195,8 +194,9 @@ def _write_by_itself(world: World, folder: Path, contents: Contents) -> None:
 def _write_tensors(world: World, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     writer, group = dcp.FileSystemWriter(folder), world.group
     try:
-        with alone() if group is None else contextlib.nullcontext():
-            dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+        if group is None:
+            alone()
+        dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
     except dcp.CheckpointException as failed:  # the same on all ranks
         rank, (error, _) = min(failed.failures.items(), key=lambda item: item[0])
         raise _not_written(rank, error_text(error)) from error
