@@ -13,7 +13,8 @@ from torch.fx.node import map_arg
 from graphcomp.compat.collective_operators import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from graphcomp.errors import PlanError
 from graphcomp.ir import meta
-from graphcomp.ir.collective_calls import arguments, is_start
+from graphcomp.ir.calls import arguments
+from graphcomp.ir.collective_calls import is_start
 from graphcomp.ir.meta import Note
 from graphcomp.ir.program import Level, Program
 from graphcomp.passes.base import Pass

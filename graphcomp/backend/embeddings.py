@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphcomp.ir import meta
-from graphcomp.ir.collective_calls import arguments
+from graphcomp.ir.calls import arguments
 
 _aten = torch.ops.aten
 

@@ -14,7 +14,8 @@ from graphcomp.compat.process_groups import ranks_of
 from graphcomp.compat.run_time_sizes import is_run_time
 from graphcomp.errors import CaptureError
 from graphcomp.ir import meta
-from graphcomp.ir.collective_calls import GROUP, arguments, is_start, is_wait, name_groups
+from graphcomp.ir.calls import arguments
+from graphcomp.ir.collective_calls import GROUP, is_start, is_wait, name_groups
 from graphcomp.ir.effects import FUNCTIONAL, is_collective
 from graphcomp.ir.groups import text_of
 from graphcomp.ir.meta import Phase

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from graphcomp.compat.collective_operators import WAIT
 from graphcomp.compat.operators import OpOverload, argument_names
 from graphcomp.errors import VerifyError
+from graphcomp.ir.calls import arguments
 from graphcomp.ir.groups import is_text
 from graphcomp.plan import AXES
 
@@ -24,14 +23,6 @@ def is_start(node: Node) -> bool:
 
 def is_wait(node: Node) -> bool:
     return node.target is WAIT
-
-
-def arguments(node: Node, known: Callable[[Node], Any] = lambda argument: argument) -> dict[str, Any]:
-    """The arguments of an operator call by name, in the operator's order; `known` gives what stands for a node."""
-    args, kwargs = map_arg((node.args, node.kwargs), known)
-    names = argument_names(node.target)  # type: ignore[arg-type]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return {name: given[name] for name in names if name in given}
 
 
 def axis_of(node: Node) -> str | None:

@@ -10,7 +10,8 @@ from torch.fx import Node
 
 from graphcomp.compat import collective_operators as ops
 from graphcomp.errors import VerifyError
-from graphcomp.ir.collective_calls import arguments, axis_of
+from graphcomp.ir.calls import arguments
+from graphcomp.ir.collective_calls import axis_of
 from graphcomp.ir.interp import as_written, evaluate, last_uses
 from graphcomp.ir.program import Program
 

@@ -7,7 +7,8 @@ from torch.fx import Graph, Node
 
 from graphcomp.compat import collective_operators as ops
 from graphcomp.errors import VerifyError
-from graphcomp.ir.collective_calls import arguments, axis_of, is_start, is_wait, name_groups
+from graphcomp.ir.calls import arguments
+from graphcomp.ir.collective_calls import axis_of, is_start, is_wait, name_groups
 from tests.ir.build import aten
 
 

@@ -11,7 +11,8 @@ from graphcomp.compat import collective_operators as ops
 from graphcomp.errors import PlanError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
-from graphcomp.ir.collective_calls import arguments, axis_of, is_start
+from graphcomp.ir.calls import arguments
+from graphcomp.ir.collective_calls import axis_of, is_start
 from graphcomp.ir.lockstep import lockstep
 from graphcomp.ir.meta import Note, Phase
 from graphcomp.ir.printer import print_program
