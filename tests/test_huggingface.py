@@ -16,26 +16,13 @@ from graphcomp import Plan, huggingface
 from graphcomp.errors import LossError
 from graphcomp.huggingface import OwnLoss, causal_lm_loss, masked_lm_loss, seq2seq_lm_loss, summed
 from graphcomp.testing import VirtualStep, run_virtual
+from tests.zoo.hugging_face import gpt2, llama
 
 transformers = pytest.importorskip("transformers")
 
 Fields = dict[str, Any]
 VOCAB, IGNORED = 48, -100
 STAGES = pytest.mark.parametrize("stages", [1, 2])
-
-
-def gpt2() -> nn.Module:
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    special = {"bos_token_id": 0, "eos_token_id": 0}
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_positions=32, n_embd=24, n_layer=2, n_head=2, **no_dropout, **special
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def llama() -> nn.Module:
-    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB, **sizes))
 
 
 def bert() -> nn.Module:

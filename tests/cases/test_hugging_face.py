@@ -10,27 +10,15 @@ from torch import Tensor, nn
 
 from graphcomp import token_loss
 from tests.cases.tiny import assert_equal, step_of, tiny_gpt
-
-transformers = pytest.importorskip("transformers")
-
-
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
-    return transformers.GPT2LMHeadModel(config)
+from tests.zoo import hugging_face
 
 
 def llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return hugging_face.llama(64, 32, 48, heads=4, shared_heads=2)
+
+
+def gpt2() -> nn.Module:
+    return hugging_face.gpt2(64, 32, heads=4)
 
 
 @pytest.fixture(scope="module", params=[gpt2, llama])

@@ -10,17 +10,14 @@ import torch
 
 import graphcomp as gc
 from graphcomp.huggingface import causal_lm_loss
+from tests.zoo.hugging_face import gpt2
 
-transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 
 def model_of(device: str) -> Any:
-    config = transformers.GPT2Config(
-        n_layer=2, n_embd=8, n_head=2, vocab_size=31, n_positions=16, bos_token_id=0, eos_token_id=0
-    )
     with torch.device(device):
-        return transformers.GPT2LMHeadModel(config).eval()
+        return gpt2(31, 8, longest=16).eval()
 
 
 def step_of(model: Any) -> gc.CompiledStep:
