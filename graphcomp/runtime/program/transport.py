@@ -77,6 +77,8 @@ def payload(value: torch.Tensor) -> torch.Tensor:
     """The tensor that travels for a value: dense, and of a dtype that every backend can send. Shares memory
     if it can.
     """
+    if value.dtype in _PLAIN and value.is_contiguous() and not value.is_neg() and value.numel():
+        return value
     if value.is_complex() or value.dtype.is_floating_point:
         value = value.resolve_conj().resolve_neg()
     dense = value.contiguous()
@@ -195,14 +197,13 @@ class _VirtualReceive:
 
     def wait(self) -> Sequence[torch.Tensor]:
         microbatch, values = self.queue.popleft()
-        planned = (self.microbatch, [describe(buffer.shape, buffer.dtype) for buffer in self.buffers])
-        sent = (microbatch, [describe(value.shape, value.dtype) for value in values])
-        if planned != sent:
+        forms, planned = ([(one.shape, one.dtype) for one in tensors] for tensors in (values, self.buffers))
+        if microbatch != self.microbatch or forms != planned:
             raise AgreementError(
                 "a message is not the one that was expected",
                 where=f"edge {self.edge}, microbatch {self.microbatch}",
-                expected=planned,
-                got=sent,
+                expected=(self.microbatch, [describe(*form) for form in planned]),
+                got=(microbatch, [describe(*form) for form in forms]),
             )
         for buffer, value in zip(self.buffers, values, strict=True):
             buffer.copy_(value)
