@@ -9,7 +9,7 @@ import torch
 from graphcomp.collectives.arguments import dense, whole
 from graphcomp.collectives.groups import Group, group_of
 from graphcomp.collectives.primitives import exchanged
-from graphcomp.collectives.rows import Numbers, host_numbers, pack, row_counts, unpack
+from graphcomp.collectives.rows import Numbers, counts_of, host_numbers, pack, row_counts, unpack
 from graphcomp.compat.run_time_sizes import EXCHANGE_SPLITS
 from graphcomp.errors import CollectiveError
 
@@ -104,11 +104,11 @@ def _exact(x: torch.Tensor, group: Group, output_splits: Numbers | None, input_s
     if given is not None and sum(given) != x.shape[0]:
         raise _splits_error("input_splits do not add up to the rows there are", f"a sum of {x.shape[0]}", given)
     if given is None or out is None:
-        sent = row_counts("input_splits", input_splits, group.size, x.device, NAME)
+        sent = counts_of("input_splits", input_splits, group.size, x.device, NAME)
         if output_splits is None:
             received = _even(sent, 1, group)
         else:
-            received = row_counts("output_splits", output_splits, group.size, x.device, NAME)
+            received = counts_of("output_splits", output_splits, group.size, x.device, NAME)
         _, *numbers = EXCHANGE_SPLITS(sent, received, x.shape[0])
         given = numbers[: group.size] if given is None else given
         out = numbers[group.size :] if out is None else out

@@ -58,6 +58,11 @@ def _look_up(x: torch.Tensor, row: torch.Tensor, here: torch.Tensor) -> torch.Te
 
 def row_counts(name: str, given: Numbers, size: int, device: torch.device, collective: str) -> torch.Tensor:
     """One number a rank as an int64 tensor on `device`."""
+    return counts_of(name, given, size, device, collective).detach().to(device, torch.int64)
+
+
+def counts_of(name: str, given: Numbers, size: int, device: torch.device, collective: str) -> torch.Tensor:
+    """One number a rank as a tensor: the given one itself, if it is one, so that what is known of it stays known."""
     if not isinstance(given, torch.Tensor):
         _require_length(name, given, size, collective)
         if all(isinstance(number, int) for number in given):
@@ -71,7 +76,7 @@ def row_counts(name: str, given: Numbers, size: int, device: torch.device, colle
             expected=f"an integer tensor of shape ({size},), or a list",
             got=f"{given.dtype} of shape {tuple(given.shape)}",
         )
-    return given.to(device, torch.int64)  # the same tensor if it can be: what it holds may be known
+    return given
 
 
 def host_numbers(name: str, given: Numbers, size: int, most: int | None, collective: str) -> list[int] | None:

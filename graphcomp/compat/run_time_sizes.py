@@ -9,15 +9,15 @@ way to make those is a switch of the shape environment, which would let `nonzero
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import sympy
 import torch
 from torch._ops import OpOverload
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
-from torch.utils._sympy.symbol import SymT, symbol_is_type
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._sympy.symbol import SymT, prefix_str
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphcomp.errors import CollectiveError
@@ -44,19 +44,19 @@ def is_run_time(number: object) -> bool:
         strides = number.stride() if number.layout is torch.strided else ()
         return any(map(is_run_time, (*number.shape, *strides)))
     if isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return bool(free_unbacked_symbols(number))
+        number = number.node.expr
     return isinstance(number, sympy.Basic) and any(is_run_time_name(str(symbol)) for symbol in number.free_symbols)
 
 
 def is_run_time_name(symbol: str) -> bool:
     """Whether this is the name of a symbol of the second kind."""
-    return symbol_is_type(sympy.Symbol(symbol), SymT.UNBACKED_INT)
+    return symbol.startswith(prefix_str[SymT.UNBACKED_INT])
 
 
 def _read(sent: torch.Tensor, received: torch.Tensor, rows: int) -> list[int]:
     global _syncs
     _syncs += 1
-    given, out = torch.stack([sent, received]).tolist()
+    given, out = torch.stack([sent.to(torch.int64), received.to(sent.device, torch.int64)]).tolist()
     if min(*given, *out) < 0:
         raise _wrong("a split is negative", "whole numbers from 0", f"{given} and {out}")
     if sum(given) != rows:
@@ -131,7 +131,8 @@ def _remembered(splits: torch.Tensor) -> Numbers | None:
 
 def _parts(environment: Any, splits: torch.Tensor, total: Any) -> Numbers:
     size = int(splits.shape[0])
-    parts = [_fresh(environment, total // size) for _ in range(size - 1)]
+    nothing = isinstance(total, int) and total == 0  # symbols of one possible value would be gone at once
+    parts = [0 if nothing else _fresh(environment, total // size) for _ in range(size - 1)]
     parts.append(total - sum(parts))
     torch._check(parts[-1] >= 0)
     if _known is not None:
@@ -180,7 +181,7 @@ def adopt_guesses(environment: Any, found: Mapping[sympy.Symbol, int]) -> None:
 _LIBRARY.impl("exchange_splits", _read, "CompositeExplicitAutograd")
 torch.library.register_fake("graphcomp::exchange_splits", _stand_for, lib=_LIBRARY)
 
-__all__: Sequence[str] = [
+__all__ = [
     "EXCHANGE_SPLITS",
     "adopt_guesses",
     "guesses",

@@ -44,5 +44,5 @@ def is_split(node: Node) -> bool:
 
 
 def is_impure(node: Node) -> bool:
-    """Whether computing a node twice differs from computing it once: draws, collectives, waiting for the device."""
+    """Whether computing a node twice, or not at all, differs from computing it once: draws, collectives, waiting."""
     return is_random(node) or is_collective(node) or reads_splits(node)

@@ -115,6 +115,18 @@ def test_it_is_the_function_of_one_process(joint: Joint, batches: Batches) -> No
     compare(run_uncut(joint, batches), batches)
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+def test_no_rows_and_one(rows: int) -> None:
+    """Programs of their own, as for any size of 0 or 1."""
+    batches = batches_of((rows, rows))
+    joint = joint_of(2, batches[0])
+    if rows:
+        compare(run_uncut(joint, batches), batches)
+    else:
+        found = run_uncut(joint, batches)
+        assert all(not value.any() for one in found for what, value in one.items() if isinstance(what, role.Grad))
+
+
 def test_over_three_ranks() -> None:
     batches = batches_of((4, 9, 2), experts=(0, 1, 4))
     compare(run_uncut(joint_of(3, batches[0]), batches), batches)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from graphcomp.compat.run_time_sizes import EXCHANGE_SPLITS, hint, is_run_time
 from graphcomp.compat.serial import reduced
 from graphcomp.compat.symbols import conditions, expression, fake_batch_leaf, new_fake_mode
 from graphcomp.ir.pickling import from_bytes, to_bytes
@@ -48,6 +49,20 @@ def test_symbols_keep_their_ranges_and_hints() -> None:
     names = {str(rows.node.expr)}
     fresh = type("Mode", (), {"shape_env": rows.node.shape_env})
     assert conditions(fresh, names) == conditions(mode, names)  # type: ignore[arg-type]
+    environment: Any = rows.node.shape_env
+    assert set(environment.var_to_range) <= set(environment.var_to_range_sloc)  # or nothing can be compiled in it
+
+
+def test_sizes_known_at_run_time_stay_apart_from_later_ones() -> None:
+    mode = new_fake_mode()
+    splits = mode.from_tensor(torch.tensor([2, 4]), static_shapes=True)
+    with mode:
+        total = EXCHANGE_SPLITS(splits, splits.flip(0), 6)[0]
+    found, other = again((total, splits))
+    assert is_run_time(found) and hint(found) == hint(total) == 6
+    with other.fake_mode:
+        later = EXCHANGE_SPLITS(other, other, 6)[0]
+    assert str(later) != str(found)
 
 
 def test_all_else_is_left_alone() -> None:
