@@ -6,7 +6,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import sympy
@@ -224,6 +224,7 @@ class GraphCompiler:
         return RankPrograms(schedule, tuple(lower(given, schedule, one, outputs, data) for one in ranks))
 
     def compile(
+        prove(schedule, partial(exists, given))
         self,
         programs: RankPrograms | None = None,
         specialisations: Sequence[Specialisation] | None = None,

@@ -14,7 +14,9 @@ from graphcomp.errors import PlanError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-SCHEDULES = ("gpipe", "1f1b", "eager-1f1b")
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b")
+SEVERAL = ("gpipe", "interleaved-1f1b")
+"""Schedules in which a rank may hold several stages."""
 BACKENDS = ("inductor", "eager")
 PARAMETERS = ("replicate", "shard")
 CHECKS = (None, "transfers")
@@ -30,7 +32,8 @@ class Plan:
     """What to compile for.
 
     mesh: a `DeviceMesh` with axes named from pp, dp, tp, cp, in any order; None: this process alone.
-    stages: number of pipeline stages; None: the size of `pp`, or 1.
+    stages: number of pipeline stages; None: the size of `pp`, or 1. A multiple of `pp` where the schedule may put
+        several on a rank ("gpipe", "interleaved-1f1b"): stage s is then on rank s % pp.
     schedule: one of SCHEDULES; docs/concepts.md says which to use when.
     split: names of the modules that begin stages 1, 2, ... in order of execution; None: a balanced cut.
     parameters: "replicate" or "shard" (over `dp` and `cp`).
@@ -48,6 +51,8 @@ class Plan:
     loss_chunks: head and loss are computed, forward and backward, for this many parts of a microbatch's rows, one after
         the other, so that the logits of one part exist at a time.
     quiet: show no progress.
+    stages_per_rank: how many stages a rank holds; None: what `stages` and the mesh say. Without a mesh (for
+        `testing.run_virtual` and `GraphCompiler`) 1, or 2 for "interleaved-1f1b" if that leaves several ranks.
 
     Raises PlanError for an unknown or contradictory option.
     """
@@ -68,6 +73,7 @@ class Plan:
     buckets: Buckets | None = None
     loss_chunks: int = 1
     quiet: bool = False
+    stages_per_rank: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.split, str):
@@ -87,6 +93,8 @@ class Plan:
         _whole("max_programs", self.max_programs, 1)
         _whole("bucket_bytes", self.bucket_bytes, 1)
         _whole("loss_chunks", self.loss_chunks, 1)
+        if self.stages_per_rank is not None:
+            _whole("stages_per_rank", self.stages_per_rank, 1)
         if self.buckets is not None and not isinstance(self.buckets, Buckets):
             raise PlanError("Plan(buckets=...) is a graphcomp.Buckets or None", got=repr(self.buckets))
         if self.regather and self.parameters != "shard":
@@ -115,6 +123,7 @@ class Plan:
             )
         if self.mesh is not None:
             self._check_mesh()
+        self._check_stages()
 
     def _check_mesh(self) -> None:
         if not hasattr(self.mesh, "mesh_dim_names"):
@@ -126,13 +135,30 @@ class Plan:
                 expected=f"names from {', '.join(AXES)} (init_device_mesh(..., mesh_dim_names=...))",
                 got=names or "no names",
             )
-        if self.stages not in (None, self.axis("pp")) or (self.split and len(self.split) + 1 != self.axis("pp")):
-            wanted = self.stages or len(self.split or ()) + 1
+
+    def _check_stages(self) -> None:
+        count, each, ranks = self.stage_count, self.stages_per_rank, self.axis("pp")
+        several = self.schedule in SEVERAL
+        if self.mesh is not None and each is None and count != ranks and not several:
             raise PlanError(
                 "the number of stages is not the size of the mesh's axis 'pp'",
-                expected=f"a mesh with pp={wanted}",
-                got=f"pp={self.axis('pp')}",
+                expected=f"a mesh with pp={count}",
+                got=f"pp={ranks}",
                 do="make the mesh fit, or leave `stages` out",
+            )
+        unit = each or ranks
+        if count % unit or (self.mesh is not None and each is not None and count != ranks * each):
+            raise PlanError(
+                f"{count} stages cannot be dealt to the ranks of the pipeline",
+                expected="as many stages on each rank as on any other",
+                got=", ".join([f"stages_per_rank={each}"] * bool(each) + [f"pp={ranks}"] * (self.mesh is not None)),
+                do="make the mesh fit, or leave `stages` or `stages_per_rank` out",
+            )
+        if self.stages_on_each > 1 and not several:
+            raise PlanError(
+                f"schedule {self.schedule!r} has one stage on each rank",
+                expected=f"stages_per_rank=1, or a schedule of {', '.join(map(repr, SEVERAL))}",
+                got=f"{self.stages_on_each} stages on each rank",
             )
 
     def axis(self, name: str) -> int:
@@ -145,7 +171,22 @@ class Plan:
         """The number of pipeline stages this plan asks for."""
         if self.stages is not None:
             return self.stages
-        return len(self.split) + 1 if self.split is not None else self.axis("pp")
+        return len(self.split) + 1 if self.split is not None else self.axis("pp") * (self.stages_per_rank or 1)
+
+    @property
+    def stages_on_each(self) -> int:
+        """How many of them a rank of the pipeline holds."""
+        if self.stages_per_rank is not None:
+            return self.stages_per_rank
+        if self.mesh is not None:
+            return self.stage_count // self.axis("pp")
+        several = self.schedule == "interleaved-1f1b" and self.stage_count > 2 and self.stage_count % 2 == 0
+        return 2 if several else 1
+
+    @property
+    def pipeline_ranks(self) -> int:
+        """How many ranks a pipeline has."""
+        return self.stage_count // self.stages_on_each
 
 
 def _one_of(option: str, value: object, known: Sequence[object]) -> None:

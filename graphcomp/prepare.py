@@ -150,9 +150,9 @@ class Preparation:
         if failure is not None:
             raise failure
         if self.layout.tensor is not None and not self._begun:
-            where = f"data rank {self.layout.data_rank}, stage {self.layout.rank}"
+            where = f"data rank {self.layout.data_rank}, {self.layout.own_text}"
             self.agreement.alike({where: values_text(self.compiler.model)})
-        place = f"stage {self.layout.rank}, tensor rank {self.layout.tensor_rank}"
+        place = f"{self.layout.own_text}, tensor rank {self.layout.tensor_rank}"
         self.agreement.alike({f"parameters of {place}": to_shard})
         for theirs, _ in shared[self.layout.data_rank if len(shared) > 1 else 0]:
             for number, one in one_of_each.items():
@@ -175,11 +175,12 @@ class Preparation:
     @property
     def is_placed(self) -> bool:
         """Whether it is known which stage holds what."""
-        return self.layout.stages == 1 or self.virtual or bool(self.compiler.homes)
+        return len(self.layout.ranks) == 1 or self.virtual or bool(self.compiler.homes)
 
     def holds(self, name: str) -> bool:
         """Whether a parameter or buffer is held in this process. What no stage uses, the first one holds."""
-        return self.virtual or self.layout.rank in self.compiler.homes.get(name, (0,))
+        homes = self.compiler.homes.get(name, (0,))
+        return self.virtual or any(stage in homes for stage in self.layout.own_stages)
 
     @property
     def used(self) -> set[str]:
@@ -298,7 +299,7 @@ class Preparation:
         if data is not None and self.virtual:
             calls = virtual_calls(data, stages)
         elif data is not None and self.layout.data is not None:
-            calls = [process_calls(data, [self.layout.rank], self.layout.data.group_name)]
+            calls = [process_calls(data, self.layout.own_stages, self.layout.data.group_name)]
         return data, calls
 
     def _line(
@@ -349,10 +350,12 @@ class Preparation:
     def _transport(self, network: VirtualNetwork) -> Transport:
         if self.virtual or self.layout.down is None or self.layout.up is None:
             return VirtualTransport(network)
-        transport = ProcessTransport(self.layout.down, self.layout.up, range(self.layout.stages))
+        layout = self.layout
+        back = None if layout.down_back is None or layout.up_back is None else (layout.down_back, layout.up_back)
+        transport = ProcessTransport((self.layout.down, self.layout.up), layout.places, back)
         if self.compiler.plan.check is None or self.layout.side is None:
             return transport
-        return CheckedTransport(transport, self.layout.side, self.layout.ranks, self._steps)
+        return CheckedTransport(transport, layout.side, [layout.ranks[rank] for rank in layout.places], self._steps)
 
 
 def _scale_dtype(partitioned: Sequence[Partitioned]) -> torch.dtype | None:

@@ -193,12 +193,12 @@ class CompiledStep:
 
     def counted_parameters(self) -> Iterator[nn.Parameter]:
         """The owned parameters without those that a lower stage holds too: each logical one on exactly one stage."""
-        if self.layout.stages == 1:
+        if len(self.layout.ranks) == 1:
             yield from self.parameters()
             return
-        homes, rank = self.compiler.homes, self.layout.rank
+        homes, own = self.compiler.homes, self.layout.own_stages
         named = self.named_parameters()
-        yield from (parameter for name, parameter in named if homes.get(name, (0,))[0] == rank)
+        yield from (parameter for name, parameter in named if homes.get(name, (0,))[0] in own)
 
     def together(self, doing: str, work: Callable[[], Result]) -> Result:
         """Do what all ranks do together between steps: an error on one of them becomes an error on all."""

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphcomp as gc
 from graphcomp import backend, plan, schedule
-from graphcomp.errors import PlanError
+from graphcomp.errors import PlanError, ScheduleError
 from graphcomp.testing import run_ranks
 from tests.zoo import ZOO
 
@@ -42,7 +42,8 @@ def message(**options: Any) -> str:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"schedule": "zigzag"},
-        "unknown schedule: 'zigzag'\n  where: Plan(schedule=...)\n  expected: 'gpipe', '1f1b', 'eager-1f1b'\n  got: 'zigzag'",
+        "unknown schedule: 'zigzag'\n  where: Plan(schedule=...)\n"
+        "  expected: 'gpipe', '1f1b', 'eager-1f1b', 'interleaved-1f1b'\n  got: 'zigzag'",
     ),
     (
         {"backend": "tvm"},
@@ -103,6 +104,25 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "the number of stages is not the size of the mesh's axis 'pp'\n  expected: a mesh with pp=2\n  got: pp=1\n"
         "  what to do: make the mesh fit, or leave `stages` out",
     ),
+    (
+        {"mesh": Mesh((2,), ("pp",)), "stages": 5, "schedule": "interleaved-1f1b"},
+        "5 stages cannot be dealt to the ranks of the pipeline\n"
+        "  expected: as many stages on each rank as on any other\n  got: pp=2\n"
+        "  what to do: make the mesh fit, or leave `stages` or `stages_per_rank` out",
+    ),
+    (
+        {"stages": 4, "stages_per_rank": 3},
+        "4 stages cannot be dealt to the ranks of the pipeline\n"
+        "  expected: as many stages on each rank as on any other\n  got: stages_per_rank=3\n"
+        "  what to do: make the mesh fit, or leave `stages` or `stages_per_rank` out",
+    ),
+    (
+        {"mesh": Mesh((2,), ("pp",)), "stages_per_rank": 2},
+        "schedule '1f1b' has one stage on each rank\n"
+        "  expected: stages_per_rank=1, or a schedule of 'gpipe', 'interleaved-1f1b'\n"
+        "  got: 2 stages on each rank",
+    ),
+    ({"stages_per_rank": 0}, "Plan(stages_per_rank=...) is a whole number of at least 1\n  got: 0"),
 ]
 
 
@@ -183,10 +203,20 @@ def test_the_mesh_must_hold_every_process() -> None:
     assert run_ranks(on_part_of_the_world, 2) == [f"{text}\n{END}"] * 2
 
 
+def _deals_several(name: str) -> bool:
+    try:
+        schedule.get(name).build(4, 1, 2)
+    except ScheduleError:
+        return False
+    return True
+
+
 def test_a_plan_is_frozen_and_knows_what_the_layers_know() -> None:
     with pytest.raises(FrozenInstanceError):
         gc.Plan().stages = 2  # type: ignore[misc]
     assert set(schedule.KNOWN) == set(plan.SCHEDULES)
+    several = {name for name in schedule.KNOWN if _deals_several(name)}
+    assert several == set(plan.SEVERAL)
     assert set(backend.BACKENDS) == set(plan.BACKENDS)
     assert [each.name for each in fields(gc.Plan)][:6] == [
         "mesh",
@@ -209,3 +239,20 @@ def test_the_number_of_stages_follows_from_what_is_given() -> None:
     on_mesh: Any = Mesh((4, 1), ("pp", "dp"))
     assert gc.Plan(mesh=on_mesh).stage_count == 4
     assert (gc.Plan(mesh=on_mesh).axis("pp"), gc.Plan(mesh=on_mesh).axis("tp")) == (4, 1)
+
+
+def test_several_stages_on_a_rank() -> None:
+    on_mesh: Any = Mesh((2, 2), ("pp", "dp"))
+    for options, stages, each in [
+        ({"stages": 4, "schedule": "interleaved-1f1b"}, 4, 2),
+        ({"stages_per_rank": 3, "schedule": "interleaved-1f1b"}, 6, 3),
+        ({"split": ["a", "b", "c"], "schedule": "gpipe"}, 4, 2),
+        ({"stages_per_rank": 1}, 2, 1),
+        ({"schedule": "interleaved-1f1b"}, 2, 1),
+    ]:
+        made = gc.Plan(mesh=on_mesh, **options)
+        assert (made.stage_count, made.stages_on_each, made.pipeline_ranks) == (stages, each, 2)
+    for stages, ranks in {1: 1, 2: 2, 3: 3, 4: 2, 6: 3, 8: 4}.items():
+        assert gc.Plan(stages=stages, schedule="interleaved-1f1b").pipeline_ranks == ranks
+        assert gc.Plan(stages=stages, schedule="gpipe").pipeline_ranks == stages
+    assert gc.Plan(stages=6, schedule="interleaved-1f1b", stages_per_rank=3).pipeline_ranks == 2

@@ -2,7 +2,7 @@
 
 The usual way, from who computes what to a proof that it completes:
 
-    get("1f1b").build(stages, microbatches)    who computes what, in order
+    get("1f1b").build(stages, microbatches)    who computes what, in order; with `ranks` fewer than stages, several each
     without_backward(schedule, stages)         stages with nothing to train; evaluation
     with_transfers(schedule, ...)              sends and receives of the boundaries that exist
     fuse(schedule)                             F and B back to back become one action
@@ -16,11 +16,12 @@ from graphcomp.schedule.checker import Proof, check
 from graphcomp.schedule.communicate import with_transfers
 from graphcomp.schedule.eager_one_f_one_b import EagerOneFOneB
 from graphcomp.schedule.gpipe import GPipe
+from graphcomp.schedule.interleaved import InterleavedOneFOneB
 from graphcomp.schedule.memory import peak_bytes, peak_in_flight
 from graphcomp.schedule.one_f_one_b import OneFOneB
 from graphcomp.schedule.registry import KNOWN, Builder, get
 from graphcomp.schedule.rewrite import fuse, without_backward
-from graphcomp.schedule.schedule import Schedule, stage_per_rank
+from graphcomp.schedule.schedule import Schedule, dealt
 from graphcomp.schedule.simulate import Cost, RankTimes, Simulation, Span, simulate
 from graphcomp.schedule.timeline import timeline
 
@@ -31,6 +32,7 @@ __all__ = [
     "Cost",
     "EagerOneFOneB",
     "GPipe",
+    "InterleavedOneFOneB",
     "Kind",
     "OneFOneB",
     "Proof",
@@ -40,13 +42,13 @@ __all__ = [
     "Span",
     "check",
     "counterpart",
+    "dealt",
     "fuse",
     "get",
     "parse",
     "peak_bytes",
     "peak_in_flight",
     "simulate",
-    "stage_per_rank",
     "timeline",
     "with_transfers",
     "without_backward",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from graphcomp.schedule.one_f_one_b import in_turn
-from graphcomp.schedule.schedule import Schedule, require_counts, stage_per_rank
+from graphcomp.schedule.schedule import Schedule, dealt, require_counts
 
 __all__ = ["EagerOneFOneB"]
 
@@ -23,9 +23,9 @@ class EagerOneFOneB:
     name: ClassVar[str] = "eager-1f1b"
     fuses: ClassVar[bool] = True
 
-    def build(self, stages: int, microbatches: int) -> Schedule:
-        """The actions for any number of microbatches. Raises ScheduleError for no stage or a negative
-        count."""
-        require_counts(self.name, stages, microbatches)
+    def build(self, stages: int, microbatches: int, ranks: int | None = None) -> Schedule:
+        """The actions for any number of microbatches. Raises ScheduleError for impossible numbers, and for several
+        stages on a rank."""
+        require_counts(self.name, stages, microbatches, ranks, several=False)
         orders = [in_turn(stage, 2 * (stages - 1 - stage), microbatches) for stage in range(stages)]
-        return stage_per_rank(self.name, microbatches, orders)
+        return dealt(self.name, stages, microbatches, orders)

@@ -7,6 +7,7 @@ from typing import ClassVar, Protocol
 from graphcomp.errors import PlanError
 from graphcomp.schedule.eager_one_f_one_b import EagerOneFOneB
 from graphcomp.schedule.gpipe import GPipe
+from graphcomp.schedule.interleaved import InterleavedOneFOneB
 from graphcomp.schedule.one_f_one_b import OneFOneB
 from graphcomp.schedule.schedule import Schedule
 
@@ -14,7 +15,7 @@ __all__ = ["KNOWN", "Builder", "get"]
 
 
 class Builder(Protocol):
-    """What a kind of schedule offers: a name, and actions for any number of stages and microbatches.
+    """What a kind of schedule offers: a name, and actions for any number of stages, microbatches and ranks.
 
     fuses: whether the last stage's backward always follows its own forward, so that they can be one action.
     """
@@ -22,12 +23,17 @@ class Builder(Protocol):
     name: ClassVar[str]
     fuses: ClassVar[bool]
 
-    def build(self, stages: int, microbatches: int) -> Schedule:
-        """The actions of every rank, without transfers. Raises ScheduleError if the combination has none."""
+    def build(self, stages: int, microbatches: int, ranks: int | None = None) -> Schedule:
+        """The actions of every rank, without transfers. ranks: as many as stages, if not given.
+
+        Raises ScheduleError if the combination has none.
+        """
         ...
 
 
-_BUILDERS: dict[str, Builder] = {builder.name: builder for builder in (GPipe(), OneFOneB(), EagerOneFOneB())}
+_BUILDERS: dict[str, Builder] = {
+    builder.name: builder for builder in (GPipe(), OneFOneB(), EagerOneFOneB(), InterleavedOneFOneB())
+}
 KNOWN: tuple[str, ...] = tuple(sorted(_BUILDERS))
 """The names that `get` accepts."""
 

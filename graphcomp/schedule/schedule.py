@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from graphcomp.errors import ScheduleError
 from graphcomp.schedule.actions import Action, parse
 
-__all__ = ["Schedule", "require_counts", "stage_per_rank"]
+__all__ = ["Schedule", "dealt", "require_counts"]
 
 _HEAD = re.compile(r"(\S+): (\d+) stages?, (\d+) microbatch(?:es)?")
 _RANK = re.compile(r"rank (\d+) \((?:no stage|stages? ([\d ]+))\):(.*)")
@@ -106,21 +106,31 @@ class Schedule:
         )
 
 
-def stage_per_rank(name: str, microbatches: int, orders: Sequence[Iterable[Action]]) -> Schedule:
-    """The schedule in which stage s is on rank s and does `orders[s]`, every stage with a backward."""
-    stages = len(orders)
-    every = range(stages)
-    return Schedule(name, stages, microbatches, tuple(map(tuple, orders)), tuple(every), frozenset(every))
+def dealt(name: str, stages: int, microbatches: int, orders: Sequence[Iterable[Action]]) -> Schedule:
+    """The schedule in which rank r of p does `orders[r]` and stage s is on rank s % p, every stage with a backward."""
+    placement = tuple(stage % len(orders) for stage in range(stages))
+    return Schedule(name, stages, microbatches, tuple(map(tuple, orders)), placement, frozenset(range(stages)))
 
 
-def require_counts(name: str, stages: int, microbatches: int) -> None:
-    """Raise ScheduleError unless there is at least one stage and no negative number of microbatches."""
+def require_counts(name: str, stages: int, microbatches: int, ranks: int | None, *, several: bool) -> int:
+    """The number of ranks; None: as many as stages. several: whether a rank may hold more than one stage.
+
+    Raises ScheduleError for less than one stage, a negative number of microbatches, or stages that cannot be dealt.
+    """
     if stages < 1 or microbatches < 0:
         raise ScheduleError(
             f"schedule {name!r} cannot be built for these numbers",
             expected="stages >= 1 and microbatches >= 0",
             got=f"stages={stages}, microbatches={microbatches}",
         )
+    ranks = stages if ranks is None else ranks
+    if ranks < 1 or stages % ranks or (ranks != stages and not several):
+        raise ScheduleError(
+            f"schedule {name!r} cannot deal these stages to these ranks",
+            expected="as many stages on each rank as on any other" if several else "one stage on each rank",
+            got=f"stages={stages}, ranks={ranks}",
+        )
+    return ranks
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

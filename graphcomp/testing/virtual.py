@@ -48,11 +48,13 @@ class VirtualStep:
                 got="a parameter of which this rank holds a part",
                 do="build the model anew and load its full state dict",
             )
-        plan = replace(plan or Plan(), mesh=None, stages=(plan or Plan()).stage_count)
+        plan = plan or Plan()
+        plan = replace(plan, mesh=None, stages=plan.stage_count, stages_per_rank=plan.stages_on_each)
         self.model, self.plan, self.data_ranks = model, plan, data_ranks
         self.compiler = GraphCompiler(model, loss_fn, plan, data_ranks=data_ranks, trace=trace)
         device = make_layout(plan, model).device
-        layout = Layout(0, tuple(range(plan.stage_count)), device, data_ranks=data_ranks)
+        ranks, each = tuple(range(plan.pipeline_ranks)), plan.stages_on_each
+        layout = Layout(0, ranks, device, data_ranks=data_ranks, stages_per_rank=each)
         self._engine = Engine(self.compiler, layout, virtual=True)
         self._dispatcher = Dispatcher(self.compiler, device)
         self.latest: list[Bound] = []

@@ -211,17 +211,21 @@ def callables_of(made: Chain, number: int = 0) -> dict[tuple[int, int, str], Fun
     }
 
 
-def schedule_of(cut: Partitioned, name: str, microbatches: int, fused: bool = True) -> Schedule:
+def schedule_of(
+    cut: Partitioned, name: str, microbatches: int, fused: bool = True, ranks: int | None = None
+) -> Schedule:
     stages = len(cut.stages)
-    plain = get(name).build(stages, microbatches)
+    plain = get(name).build(stages, microbatches, ranks)
     silent = [stage.index for stage in cut.stages if stage.backward is None]
     sent = with_transfers(without_backward(plain, silent), cut.forward_boundaries, cut.backward_boundaries)
     return fuse(sent) if fused else sent
 
 
-def programs_of(made: Chain, name: str, microbatches: int, fused: bool = True) -> list[RankProgram]:
-    schedule = schedule_of(made.cut, name, microbatches, fused)
-    return [lower([made.cut] * microbatches, schedule, rank) for rank in range(schedule.stages)]
+def programs_of(
+    made: Chain, name: str, microbatches: int, fused: bool = True, ranks: int | None = None
+) -> list[RankProgram]:
+    schedule = schedule_of(made.cut, name, microbatches, fused, ranks)
+    return [lower([made.cut] * microbatches, schedule, rank) for rank in range(len(schedule.ranks))]
 
 
 def executors_of(
@@ -246,8 +250,10 @@ class Outcome:
     messages: list[int]
 
 
-def run(made: Chain, name: str, batches: Sequence[torch.Tensor], fused: bool = True) -> Outcome:
-    programs = programs_of(made, name, len(batches), fused)
+def run(
+    made: Chain, name: str, batches: Sequence[torch.Tensor], fused: bool = True, ranks: int | None = None
+) -> Outcome:
+    programs = programs_of(made, name, len(batches), fused, ranks)
     results = run_virtual_ranks(executors_of(made, programs, made.inputs(batches)))
     gradients = {name: grad for one in results for named in one.gradients.values() for name, grad in named.items()}
     return Outcome(

@@ -17,6 +17,7 @@ from graphcomp.schedule import (
     Cost,
     EagerOneFOneB,
     GPipe,
+    InterleavedOneFOneB,
     Kind,
     OneFOneB,
     check,
@@ -195,10 +196,11 @@ def test_torchs_dry_run_completes_with_our_transfers() -> None:
 
 
 def test_registry() -> None:
-    assert KNOWN == ("1f1b", "eager-1f1b", "gpipe")
+    assert KNOWN == ("1f1b", "eager-1f1b", "gpipe", "interleaved-1f1b")
     assert get("gpipe") == GPipe()
     assert get("1f1b") == OneFOneB()
     assert get("eager-1f1b") == EagerOneFOneB()
+    assert get("interleaved-1f1b") == InterleavedOneFOneB()
     for name in KNOWN:
         assert get(name).name == name
 
@@ -207,7 +209,7 @@ def test_registry() -> None:
 def test_unknown_name_lists_the_known_ones(name: Any) -> None:
     with pytest.raises(PlanError, match="there is no schedule") as caught:
         get(name)
-    assert caught.value.expected == "one of 1f1b, eager-1f1b, gpipe"
+    assert caught.value.expected == "one of 1f1b, eager-1f1b, gpipe, interleaved-1f1b"
     assert caught.value.got == repr(name)
 
 

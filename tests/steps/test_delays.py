@@ -26,6 +26,7 @@ from tests.zoo import ZOO
 CASE = ZOO["u_shape"]  # values that skip stages, and gradients that are summed on the way
 NUMBERS = (4, 1, 3, 2)  # microbatches of the steps in turn: more and fewer than stages
 LAYOUTS = {2: {"pp2": ((2,), ("pp",))}, 4: {"pp4": ((4,), ("pp",)), "pp2 x dp2": ((2, 2), ("pp", "dp"))}}
+STAGES_PER_RANK = {"interleaved-1f1b": 2}
 REPEATS = {"pp2": 200, "pp4": 120, "pp2 x dp2": 80}
 LONGEST = 0.004
 """Seconds that a step may begin late; an instruction half of it, and only now and then."""
@@ -81,7 +82,8 @@ def repeated(rank: int, world_size: int) -> dict[str, Any]:
         for schedule in SCHEDULES:
             late.on, late.count = False, 0
             model = CASE.build()
-            plan = gc.Plan(mesh=mesh, schedule=schedule, backend="eager", quiet=True, deadline=60.0)
+            stages = STAGES_PER_RANK.get(schedule, 1) * mesh.size(names.index("pp"))
+            plan = gc.Plan(mesh=mesh, stages=stages, schedule=schedule, backend="eager", quiet=True, deadline=60.0)
             step = gc.compile_train_step(model, CASE.loss_fn, plan=plan)
             bits = {number: one_step(step, model, microbatches(number, data_rank)) for number in NUMBERS}
             late.on, other = True, []
@@ -105,7 +107,8 @@ def test_delays_change_no_bit(world_size: int) -> None:
             assert one[key]["other"] == []
             assert one[key]["delays"] > REPEATS[layout]
         data_ranks = 2 if "dp" in layout else 1
-        plan = gc.Plan(stages=world_size // data_ranks, schedule=schedule, backend="eager", quiet=True)
+        stages = STAGES_PER_RANK.get(schedule, 1) * world_size // data_ranks
+        plan = gc.Plan(stages=stages, schedule=schedule, backend="eager", quiet=True)
         virtual = VirtualStep(CASE.build(), CASE.loss_fn, plan=plan, data_ranks=data_ranks)
         for number in NUMBERS:
             lines = [microbatches(number, data_rank) for data_rank in range(data_ranks)]

@@ -126,7 +126,7 @@ class Failures:
         if found is not None:
             return found.removeprefix("in ")
         detail = "".join(f", {note[3:]}" for note in notes_of(error) if note.startswith("in microbatch "))
-        return f"rank {self._rank}, stage {self.layout.rank}, {self.progress.doing}{detail}"
+        return f"rank {self._rank}, {self.layout.own_text}, {self.progress.doing}{detail}"
 
     def _leave(self, report: Report) -> None:
         board = self._board

@@ -82,7 +82,7 @@ class CheckedTransport:
         parts, peer = {_TEXT: _header(self._text(edge, microbatch, values))}, self.places[edge.target]
         if values:
             parts[_SUMS] = _checksums(values)
-        works = [self.side.send([part], peer, tag) for tag, part in parts.items()]
+        works = [self.side.send([part], peer, self._tag(edge, part_of)) for part_of, part in parts.items()]
         return _CheckedSend(self.transport.send(edge, microbatch, values), works, list(parts.values()))
 
     def post_receive(self, edge: Edge, microbatch: int | None, buffers: Sequence[torch.Tensor]) -> ReceiveHandle:
@@ -100,12 +100,12 @@ class CheckedTransport:
     def _take(self, receive: _CheckedReceive) -> None:
         edge, buffers, peer = receive.edge, receive.buffers, self.places[receive.edge.source]
         expected, header = self._text(edge, receive.microbatch, buffers), torch.empty(_HEADER, dtype=torch.uint8)
-        self.side.recv([header], peer, _TEXT).wait()
+        self.side.recv([header], peer, self._tag(edge, _TEXT)).wait()
         if bytes(header[:_DIGEST].tolist()) != hashlib.sha256(expected.encode()).digest():
             raise self._differs("a transfer is not the one that was expected", receive, expected, _text_in(header))
         announced = torch.empty(len(buffers), dtype=torch.int64)
         if len(buffers):
-            self.side.recv([announced], peer, _SUMS).wait()
+            self.side.recv([announced], peer, self._tag(edge, _SUMS)).wait()
         receive.values = self.transport.post_receive(edge, receive.microbatch, buffers).wait()
         for number, (sent, got) in enumerate(zip(announced.tolist(), _checksums(receive.values).tolist(), strict=True)):
             if sent != got:
@@ -115,6 +115,10 @@ class CheckedTransport:
                     f"{_described(buffers[number])} with checksum {sent & _ALL:016x}",
                     f"checksum {got & _ALL:016x}",
                 )
+
+    def _tag(self, edge: Edge, part: int) -> int:
+        """Two ranks may have several edges between them."""
+        return (edge.source * len(self.places) + edge.target) * (_SUMS + 1) + part
 
     def _text(self, edge: Edge, microbatch: int | None, values: Sequence[torch.Tensor]) -> str:
         what = "a gradient of a shared parameter" if microbatch is None else f"microbatch {microbatch}"

@@ -21,7 +21,7 @@ ACTION_TEXT: dict[str, str] = {"forward": "F", "backward": "B", "fused": "FB"}
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The way of a message: from stage `source` to stage `target`; target < source carries gradients."""
+    """The way of values: from stage `source` to stage `target`; target < source carries gradients."""
 
     source: int
     target: int
@@ -197,6 +197,31 @@ class ReplaceGradient:
 
 
 @dataclass(frozen=True)
+class JoinGradient:
+    """Add the gradient that another stage of this rank has of a shared parameter; or, without `adds`, take it over."""
+
+    gradient: int
+    other: int
+    adds: bool
+
+    def __str__(self) -> str:
+        return f"add g{self.gradient} += g{self.other}" if self.adds else f"replace g{self.gradient} = g{self.other}"
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """Values for the next stage, which is on this rank too: as dense as they would arrive in a message."""
+
+    edge: Edge
+    microbatch: int
+    arguments: tuple[int, ...]
+    results: tuple[int | None, ...]
+
+    def __str__(self) -> str:
+        return f"{_names(self.results)} = hand over {_message(self.edge, self.microbatch)} ({_names(self.arguments)})"
+
+
+@dataclass(frozen=True)
 class Unshard:
     """Gather a stage's sharded parameters from the data ranks. arguments: their shards; results: whole parameters, in
     the order of the stage's unshard program; None: not used here, but gathered all the same, as all data ranks must.
@@ -272,6 +297,8 @@ Instruction = (
     | AddGradient
     | SendGradient
     | ReplaceGradient
+    | JoinGradient
+    | HandOver
     | Unshard
     | Reduce
     | UpdateBuffer

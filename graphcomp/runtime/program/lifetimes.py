@@ -8,6 +8,7 @@ from dataclasses import replace
 from graphcomp.runtime.program.instructions import (
     AddGradient,
     Free,
+    HandOver,
     Instruction,
     Record,
     ReplaceGradient,
@@ -22,7 +23,7 @@ from graphcomp.runtime.program.instructions import (
 def uses(instruction: Instruction) -> tuple[int, ...]:
     """The registers an instruction reads."""
     match instruction:
-        case Run() | Send() | Unshard():
+        case Run() | Send() | Unshard() | HandOver():
             return instruction.arguments
         case Record():
             return tuple(register for _, register in instruction.items)
@@ -48,7 +49,7 @@ def with_frees(
             for register in dict.fromkeys(uses(instruction))
             if last[register] == place and register not in lasting
         )
-        if isinstance(instruction, Run | WaitReceive | Unshard):
+        if isinstance(instruction, Run | WaitReceive | Unshard | HandOver):
             read = tuple(register if register in last else None for register in instruction.results)
             instruction = replace(instruction, results=read)
         if isinstance(instruction, Run):

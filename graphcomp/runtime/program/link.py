@@ -23,7 +23,9 @@ from graphcomp.runtime.program.instructions import (
     FinishSend,
     FinishSends,
     Free,
+    HandOver,
     Instruction,
+    JoinGradient,
     PostReceive,
     RankProgram,
     Record,
@@ -117,6 +119,10 @@ def link(instruction: Instruction, context: Context) -> Operation:
             return _add(gradient, register)
         case ReplaceGradient(gradient, register):
             return lambda state: state.gradients.__setitem__(gradient, state.registers[register])
+        case JoinGradient(gradient, other, adds):
+            return _join(gradient, other, adds)
+        case HandOver():
+            return _hand_over(instruction)
         case Unshard():
             return _unshard(instruction, context)
         case Reduce():
@@ -311,6 +317,24 @@ def _begin(begin: BeginGradients, context: Context) -> Operation:
 def _add(gradient: int, register: int) -> Operation:
     def operation(state: State) -> None:
         state.gradients[gradient].add_(state.registers[register])
+
+    return operation
+
+
+def _join(gradient: int, other: int, adds: bool) -> Operation:
+    def operation(state: State) -> None:
+        share = state.gradients[other]
+        state.gradients[gradient] = state.gradients[gradient].add_(share) if adds else share
+
+    return operation
+
+
+def _hand_over(given: HandOver) -> Operation:
+    each = [(x, register) for x, register in zip(given.arguments, given.results, strict=True) if register is not None]
+
+    def operation(state: State) -> None:
+        for argument, register in each:
+            state.registers[register] = state.registers[argument].contiguous()
 
     return operation
 

@@ -34,6 +34,7 @@ from graphcomp.runtime.program.instructions import (
     FinishSend,
     FinishSends,
     Form,
+    HandOver,
     Instruction,
     PostReceive,
     RankProgram,
@@ -47,7 +48,7 @@ from graphcomp.runtime.program.instructions import (
     WaitReceive,
 )
 from graphcomp.runtime.program.lifetimes import with_frees
-from graphcomp.runtime.program.order import Do, arrange, arrivals
+from graphcomp.runtime.program.order import Do, arrange, arrivals, edge_of
 from graphcomp.runtime.program.reduce_shared import SharedLowering, shared_gradients
 from graphcomp.schedule.actions import Action, Kind
 from graphcomp.schedule.schedule import Schedule
@@ -68,7 +69,7 @@ def lower(
     outputs: bool = False,
     data: DataParallel | None = None,
 ) -> RankProgram:
-    """The rank program of `rank` (with one stage a rank: of the stage of that number).
+    """The rank program of `rank`.
 
     specialisations: one a microbatch. schedule: with its transfers, and with whatever is to be fused, fused.
     outputs: keep the model's own outputs. data: what to do over data ranks, if there are several. Raises
@@ -87,6 +88,22 @@ def lower(
             "the schedule has no transfers yet", where=f"schedule {schedule.name!r}", do="use with_transfers"
         )
     return _Lowering(tuple(specialisations), schedule, rank, outputs, data).program()
+
+
+def boundary_of(specialisations: Sequence[Partitioned], action: Action, edge: Edge) -> Boundary:
+    """What a transfer carries for its microbatch; nothing where the specialisation has no such boundary."""
+    cut = specialisations[action.microbatch]
+    found = cut.forward_boundaries if edge.source < edge.target else cut.backward_boundaries
+    return found.get(edge.source) or Boundary(edge.source, edge.target, ())
+
+
+def exists(specialisations: Sequence[Partitioned], action: Action) -> bool:
+    """Whether the action has anything to do: its boundary carries values, its stage has that program."""
+    if action.kind.is_transfer:
+        return bool(boundary_of(specialisations, action, edge_of(action)).values)
+    if action.kind not in _KINDS:
+        raise ScheduleError(f"action {action} cannot be lowered", expected=", ".join(k.value for k in _KINDS))
+    return action.kind is not Kind.B or specialisations[action.microbatch].stages[action.stage].backward is not None
 
 
 @dataclass
@@ -148,14 +165,7 @@ class _Lowering:
         )
 
     def exists(self, action: Action) -> bool:
-        """Whether the action has anything to do: its boundary carries values, its stage has that program."""
-        if action.kind.is_transfer:
-            return bool(self.boundary(action)[1].values)
-        if action.kind not in _KINDS:
-            raise ScheduleError(f"action {action} cannot be lowered", expected=", ".join(k.value for k in _KINDS))
-        if action.kind is Kind.B:
-            return self.stage_program(action) is not None
-        return True
+        return exists(self.specialisations, action)
 
     def stage_program(self, action: Action) -> Program | None:
         stage = self.specialisations[action.microbatch].stages[action.stage]
@@ -168,18 +178,8 @@ class _Lowering:
                 return stage.fused
 
     def boundary(self, action: Action) -> tuple[Edge, Boundary]:
-        """What a transfer carries for its microbatch; nothing where the specialisation has no such
-        boundary.
-        """
-        cut, stage = self.specialisations[action.microbatch], action.stage
-        match action.kind:
-            case Kind.SEND_F | Kind.RECV_F:
-                source = stage if action.kind is Kind.SEND_F else stage - 1
-                target, found = source + 1, cut.forward_boundaries.get(source)
-            case _:
-                source = stage if action.kind is Kind.SEND_B else stage + 1
-                target, found = source - 1, cut.backward_boundaries.get(source)
-        return Edge(source, target), found or Boundary(source, target, ())
+        edge = edge_of(action)
+        return edge, boundary_of(self.specialisations, action, edge)
 
     def flush(self) -> None:
         self.instructions += self.later
@@ -226,6 +226,7 @@ class _Lowering:
         arguments = tuple(self.argument(role, action) for role in program.inputs)
         results: list[int | None] = []
         recorded: list[tuple[Role, int]] = []
+        handed: dict[Edge, list[Activation]] = {}
         for role, node in program.output_items():
             register = None if node is None or isinstance(role, Grad) else self.new()
             results.append(register)
@@ -234,6 +235,8 @@ class _Lowering:
             match role:
                 case Activation():
                     self.registers[microbatch, role] = register
+                    if self.schedule.rank_of(role.target) == self.rank:
+                        handed.setdefault(Edge(role.source, role.target), []).append(role)
                 case Saved():
                     self.registers[microbatch, stage, role] = register
                 case BufferUpdate(name):
@@ -253,11 +256,19 @@ class _Lowering:
                 gradients=self.accumulators(program, action),
             )
         )
+        for edge, roles in handed.items():
+            self.hand_over(edge, microbatch, roles)
         if recorded:
             start = len(self.records)
             self.records += [(microbatch, role) for role, _ in recorded]
             items = tuple((start + place, register) for place, (_, register) in enumerate(recorded))
             self.later.append(Record(microbatch, items, tuple(role for role, _ in recorded)))
+
+    def hand_over(self, edge: Edge, microbatch: int, roles: Sequence[Activation]) -> None:
+        given = tuple(self.registers[microbatch, role] for role in roles)
+        self.registers |= {(microbatch, role): self.new() for role in roles}
+        taken = tuple(self.registers[microbatch, role] for role in roles)
+        self.instructions.append(HandOver(edge, microbatch, given, taken))
 
     def accumulators(self, program: Program, action: Action) -> tuple[int, ...]:
         """Those that a run of the program adds to; the ones that are new begin at zero."""

@@ -2,7 +2,8 @@
 
 The lowest stage that holds the parameter receives the share of every other stage that has one, adds them in
 ascending order of stages (`gather_shares`), and sends the sum to all other holders (`spread_sum`). So every copy is
-bitwise the same, whatever the transport. With data ranks the sum over them is taken in between.
+bitwise the same, whatever the transport and wherever the stages are: what is on one rank is added there without a
+message, and a rank gets the sum once. With data ranks the sum over them is taken in between.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from graphcomp.runtime.program.instructions import (
     AddGradient,
     Edge,
     Instruction,
+    JoinGradient,
     PostReceive,
     ReplaceGradient,
     SendGradient,
@@ -87,46 +89,55 @@ class SharedLowering:
 
     def gather_shares(self, shared: SharedGradient) -> Iterator[Instruction]:
         """Sum the shares at the lowest stage that holds the parameter."""
-        name, root, rank = shared.name, shared.holders[0], self.rank
-        if any(self.schedule.rank_of(stage) != stage for stage in shared.holders):
-            raise PartitionError(
-                f"parameter '{name}' is shared by stages that do not have a rank each",
-                got=f"stages {shared.holders}",
-            )
-        if rank not in shared.holders:
+        name, root, held = shared.name, shared.holders[0], self._held(shared)
+        if not held:
             return
-        own = self.gradients.setdefault((rank, name), len(self.gradients))
-        if rank != root:
-            if rank in shared.sources:
-                up = Edge(rank, root)
-                yield SendGradient(up, own, (shared.value,), self.new_slot((name, up)))
+        own = self.gradients.setdefault((held[0], name), len(self.gradients))
+        if root not in held:
+            for stage in held:
+                if stage in shared.sources:
+                    up = Edge(stage, root)
+                    yield SendGradient(up, self.gradients[stage, name], (shared.value,), self.new_slot((name, up)))
             return
         others = [stage for stage in shared.sources if stage != root]
         for stage in others:
-            yield PostReceive(Edge(stage, root), None, (shared.value,), self.new_slot((name, Edge(stage, root))))
+            if stage not in held:
+                yield PostReceive(Edge(stage, root), None, (shared.value,), self.new_slot((name, Edge(stage, root))))
         begun = root in shared.sources
         for stage in others:
-            register = self.new_register()
-            yield WaitReceive(Edge(stage, root), None, self.new_slot((name, Edge(stage, root))), (register,))
-            yield AddGradient(own, register) if begun else ReplaceGradient(own, register)
+            if stage in held:
+                yield JoinGradient(own, self.gradients[stage, name], begun)
+            else:
+                register = self.new_register()
+                yield WaitReceive(Edge(stage, root), None, self.new_slot((name, Edge(stage, root))), (register,))
+                yield AddGradient(own, register) if begun else ReplaceGradient(own, register)
             begun = True
 
     def spread_sum(self, shared: SharedGradient) -> Iterator[Instruction]:
         """Give the sum to the other holders."""
-        name, root, rank = shared.name, shared.holders[0], self.rank
-        if rank not in shared.holders:
+        name, root, held = shared.name, shared.holders[0], self._held(shared)
+        if not held:
             return
-        own = self.gradients[rank, name]
-        if rank == root:
-            for stage in shared.holders[1:]:
+        own = self.gradients[held[0], name]
+        if root in held:
+            # The lowest stage on each of the other ranks.
+            firsts = {self.schedule.rank_of(stage): stage for stage in reversed(shared.holders)}
+            for stage in sorted(set(firsts.values()) - {root}):
                 edge = Edge(root, stage)
                 yield SendGradient(edge, own, (shared.result,), self.new_slot((name, edge)))
-            return
-        down = Edge(root, rank)
-        yield PostReceive(down, None, (shared.result,), self.new_slot((name, down)))
-        register = self.new_register()
-        yield WaitReceive(down, None, self.new_slot((name, down)), (register,))
-        yield ReplaceGradient(own, register)
+        else:
+            down = Edge(root, held[0])
+            yield PostReceive(down, None, (shared.result,), self.new_slot((name, down)))
+            register = self.new_register()
+            yield WaitReceive(down, None, self.new_slot((name, down)), (register,))
+            yield ReplaceGradient(own, register)
+        for stage in held[1:]:
+            if (stage, name) in self.gradients:
+                yield JoinGradient(self.gradients[stage, name], own, adds=False)
+
+    def _held(self, shared: SharedGradient) -> list[int]:
+        """The stages of this rank that hold the parameter, ascending."""
+        return [stage for stage in shared.holders if self.schedule.rank_of(stage) == self.rank]
 
 
 def _sources(specialisations: Sequence[Partitioned], schedule: Schedule) -> set[tuple[int, str]]:

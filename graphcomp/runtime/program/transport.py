@@ -87,31 +87,46 @@ def payload(value: torch.Tensor) -> torch.Tensor:
     return dense if dense.dtype in _PLAIN else dense.reshape(-1).view(torch.uint8)
 
 
+def way(edge: Edge, ranks: Sequence[int] | Mapping[int, int]) -> tuple[bool, bool]:
+    """Whether an edge goes up, to a lower stage; and back, to a rank on the other side than that stage is."""
+    up = edge.source > edge.target
+    return up, (ranks[edge.source] > ranks[edge.target]) != up
+
+
 class ProcessTransport:
     """Messages over torch.distributed.
 
-    down, up: two groups over the same ranks, one for activations and one for gradients, so that on NCCL the
-    order in one direction never holds up the other. ranks: group rank of each stage.
+    groups: two over the same ranks, one for activations and one for gradients. back: two more where a rank holds
+    several stages, for activations that go to a lower rank and gradients that go to a higher one. With NCCL all that
+    two ranks exchange over a group is done in one order on both; so it is of one kind and in one direction, and holds
+    up nothing else (`streams.prove`). ranks: group rank of each stage.
     """
 
     def __init__(
-        self, down: dist.ProcessGroup, up: dist.ProcessGroup, ranks: Sequence[int] | Mapping[int, int]
+        self,
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        ranks: Sequence[int] | Mapping[int, int],
+        back: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
     ) -> None:
-        self.down, self.up, self.ranks = down, up, ranks
+        self.groups, self.ranks, self.back = groups, ranks, back or groups
         self.reset()
+
+    def _group(self, edge: Edge) -> dist.ProcessGroup:
+        up, back = way(edge, self.ranks)
+        return (self.back if back else self.groups)[up]
 
     def reset(self) -> None:
         self.messages = self.bytes_sent = 0
 
     def send(self, edge: Edge, microbatch: int | None, values: Sequence[torch.Tensor]) -> _ProcessSend:
-        group, peer = (self.down if edge.source < edge.target else self.up), self.ranks[edge.target]
+        group, peer = self._group(edge), self.ranks[edge.target]
         payloads = [payload(value) for value in values]
         self.messages += len(payloads)
         self.bytes_sent += sum(one.nbytes for one in payloads)
         return _ProcessSend([group.send([one], peer, 0) for one in payloads], payloads)
 
     def post_receive(self, edge: Edge, microbatch: int | None, buffers: Sequence[torch.Tensor]) -> _ProcessReceive:
-        group, peer = (self.down if edge.source < edge.target else self.up), self.ranks[edge.source]
+        group, peer = self._group(edge), self.ranks[edge.source]
         # The payload of a dense, non-empty buffer shares its memory.
         payloads = [payload(buffer) for buffer in buffers]
         return _ProcessReceive([group.recv([one], peer, 0) for one in payloads], buffers, payloads)

@@ -17,7 +17,7 @@ from graphcomp.errors import RankFailure, error_text
 from graphcomp.runtime.ranks.difference import difference
 from graphcomp.runtime.ranks.exchanges import Exchanges
 from graphcomp.runtime.ranks.grid import Grid, Groups
-from graphcomp.runtime.ranks.layout import Layout
+from graphcomp.runtime.ranks.layout import Layout, named_stages
 
 _MASK = (1 << 62) - 1
 
@@ -68,6 +68,7 @@ class Agreement:
     def __init__(self, layout: Layout) -> None:
         self.side, self.place = layout.side, layout.place
         self.grid = layout.grid or Grid(((layout.ranks,),))
+        self._stages_on = layout.stages_on
         self.lines, self.everyone = self.grid.lines, self.grid.everyone
         self.along = {axis: self.grid.along(axis) for axis in self.grid.shared_axes}
         self._told: BaseException | None = None
@@ -165,7 +166,7 @@ class Agreement:
             self.told(failure)
             return []
         if error is not None:
-            place = f"rank {error[0]}, stage {self.grid.position(error[0])[2]}"
+            place = f"rank {error[0]}, {named_stages(self._stages_on(self.grid.position(error[0])[2]))}"
             raise self.told(RankFailure(f"rank {error[0]} could not {what}", where=place, got=error[1]))
         groups = self.lines if groups is None else groups
         different = [group for group in groups if len({everyone[member][0] for member in group}) > 1]

@@ -20,13 +20,15 @@ from graphcomp.runtime.ranks.grid import Grid
 
 @dataclass(frozen=True)
 class Layout:
-    """rank: in the pipeline. ranks: the global rank of each pipeline rank. data_rank: of `data_ranks`, each with
-    microbatches of its own. tensor_rank: among those that hold parts of the same stage (axis `tp`).
+    """rank: in the pipeline. ranks: the global rank of each pipeline rank; stage s is on rank s % len(ranks), one of
+    `stages_per_rank` there. data_rank: of `data_ranks`, each with microbatches of its own. tensor_rank: among those
+    that hold parts of the same stages (axis `tp`).
 
-    down, up: groups for activations and for gradients. closing: of the pipeline, for the closing exchange. data: the
-    ranks that hold the same in every data rank; data_axis: what programs call it; data_mesh: the same as a mesh of one
-    axis. tensor: the tensor ranks. side: gloo, all ranks of the job, for host-side agreement. grid: of all ranks, as
-    places in `side`. None where there is nobody to talk to.
+    down, up: groups for activations and for gradients. down_back, up_back: where a rank holds several stages, for those
+    that go to a lower and to a higher rank. closing: of the pipeline, for the closing exchange. data: the ranks that
+    hold the same in every data rank; data_axis: what programs call it; data_mesh: the same as a mesh of one axis.
+    tensor: the tensor ranks. side: gloo, all ranks of the job, for host-side agreement. grid: of all ranks, as places
+    in `side`. None where there is nobody to talk to.
     """
 
     rank: int
@@ -34,6 +36,8 @@ class Layout:
     device: torch.device
     down: dist.ProcessGroup | None = None
     up: dist.ProcessGroup | None = None
+    down_back: dist.ProcessGroup | None = None
+    up_back: dist.ProcessGroup | None = None
     closing: dist.ProcessGroup | None = None
     side: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
@@ -44,10 +48,30 @@ class Layout:
     tensor: dist.ProcessGroup | None = None
     tensor_rank: int = 0
     grid: Grid | None = None
+    stages_per_rank: int = 1
 
     @property
     def stages(self) -> int:
-        return len(self.ranks)
+        return len(self.ranks) * self.stages_per_rank
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """For each stage its rank in the pipeline."""
+        return tuple(stage % len(self.ranks) for stage in range(self.stages))
+
+    @property
+    def own_stages(self) -> tuple[int, ...]:
+        """The stages of this rank, ascending."""
+        return self.stages_on(self.rank)
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank of the pipeline, ascending."""
+        return tuple(range(rank, self.stages, len(self.ranks)))
+
+    @property
+    def own_text(self) -> str:
+        """What messages call them."""
+        return named_stages(self.own_stages)
 
     @property
     def place(self) -> int:
@@ -68,7 +92,7 @@ class Layout:
     @property
     def own_groups(self) -> Iterator[dist.ProcessGroup]:
         """The groups that were made for this layout, and go with it."""
-        own = (self.side, self.closing, self.down, self.up, self.data, self.tensor)
+        own = (self.side, self.closing, self.down, self.up, self.down_back, self.up_back, self.data, self.tensor)
         return (group for group in own if group is not None)
 
 
@@ -118,19 +142,23 @@ def make_layout(plan: Plan, model: nn.Module) -> Layout:
     device = torch.device(mesh.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.get_device_module(device).current_device())
+    each = plan.stages_on_each
     if mesh.size() == 1:
-        return Layout(0, (dist.get_rank(),), device)
+        return Layout(0, (dist.get_rank(),), device, stages_per_rank=each)
     limit, grid = timedelta(seconds=plan.deadline), Grid.of(mesh)
     data_rank, tensor_rank, rank = grid.position(dist.get_rank())
     side = dist.new_group(timeout=limit, backend="gloo")
     _require_one_plan(plan, side)
     down, up, closing = (_own_group(grid.pipelines, limit) for _ in range(3))
+    down_back, up_back = (_own_group(grid.pipelines, limit) if each > 1 else None for _ in range(2))
     return Layout(
         rank=rank,
         ranks=grid.ranks[data_rank][tensor_rank],
         device=device,
         down=down,
         up=up,
+        down_back=down_back,
+        up_back=up_back,
         closing=closing,
         side=side,
         data=_own_group(grid.along(grid.data_axis), limit),
@@ -141,7 +169,13 @@ def make_layout(plan: Plan, model: nn.Module) -> Layout:
         tensor=_own_group(grid.along("tp"), limit),
         tensor_rank=tensor_rank,
         grid=grid,
+        stages_per_rank=each,
     )
+
+
+def named_stages(stages: Sequence[int]) -> str:
+    """`stage 1`, or `stages 1, 3`."""
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
 
 def _data_mesh(mesh: DeviceMesh, grid: Grid) -> DeviceMesh | None:

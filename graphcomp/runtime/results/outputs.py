@@ -51,7 +51,7 @@ def collect_outputs(
                     value = _empty(node, cut, own_sizes, layout.device)
                 # A non-dense value travels, and stays on every rank, as a dense copy.
                 values[path] = value = value.contiguous()
-                dist.broadcast(payload(value), layout.ranks[stage], group=group)
+                dist.broadcast(payload(value), layout.ranks[layout.places[stage]], group=group)
                 sent += 1
     return tuple(rebuild_output(cut.joint, values) for cut, values in zip(partitioned, found, strict=True)), sent
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
-from graphcomp.errors import PartitionError
 from graphcomp.ir.signature import Grad
 from graphcomp.runtime.program.executor import run_virtual_ranks
-from graphcomp.runtime.program.lower import lower
-from tests.runtime.chain import WIDTH, Chain, chain, executors_of, plain_loop, programs_of, schedule_of
+from tests.runtime.chain import WIDTH, Chain, chain, executors_of, plain_loop, programs_of
 
 
 def run(made: Chain, microbatches: int) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
@@ -85,8 +81,20 @@ def test_no_microbatch_no_gradient() -> None:
     assert messages == [0, 0]
 
 
-def test_stages_of_one_rank_cannot_share_yet() -> None:
-    made = chain(3, tied=(0, 2))
-    schedule = dataclasses.replace(schedule_of(made.cut, "gpipe", 1), placement=(0, 1, 0))
-    with pytest.raises(PartitionError, match="'w0' is shared by stages that do not have a rank each"):
-        lower([made.cut], schedule, 0)
+@pytest.mark.parametrize(
+    ("tied", "messages"),
+    # Stages 0 and 2 are on rank 0. With all four, rank 1 gives two shares and gets one sum.
+    [((0, 2), [0, 0]), ((1, 2), [1, 1]), ((0, 3), [1, 1]), ((0, 1, 2, 3), [1, 2]), ((1, 2, 3), [1, 1])],
+)
+@pytest.mark.parametrize("name", ["gpipe", "interleaved-1f1b"])
+def test_several_stages_on_a_rank(name: str, tied: tuple[int, ...], messages: list[int]) -> None:
+    """Bitwise what stages on ranks of their own add up, and on every rank that holds it."""
+    made, given = chain(4, tied=tied), [torch.randn(rows, WIDTH) for rows in (2, 3, 4)]
+    plain = run_virtual_ranks(executors_of(made, programs_of(made, "gpipe", 3), made.inputs(given)))
+    results = run_virtual_ranks(executors_of(made, programs_of(made, name, 3, ranks=2), made.inputs(given)))
+    expected = {name: value for one in plain for own in one.gradients.values() for name, value in own.items()}
+    for rank, result in enumerate(results):
+        assert set(result.gradients) == {rank, rank + 2}
+        found = [(key, value) for own in result.gradients.values() for key, value in own.items()]
+        assert all(torch.equal(value, expected[key]) for key, value in found)
+        assert result.messages == 3 * 3 + messages[rank]  # both ends of one boundary, one end of the two others

@@ -145,7 +145,7 @@ def train(transport: ProcessTransport, rank: int, stages: int, name: str, microb
 
 def process(rank: int, stages: int, cases: list[tuple[str, int]]) -> tuple[list[torch.Tensor], list[Trained]]:
     ranks = list(range(stages))
-    transport = ProcessTransport(dist.new_group(ranks), dist.new_group(ranks), ranks)
+    transport = ProcessTransport((dist.new_group(ranks), dist.new_group(ranks)), ranks)
     exchanged = exchange(transport, rank) if rank < 2 else []
     return exchanged, [train(transport, rank, stages, *case) for case in cases]
 
