@@ -42,7 +42,8 @@ from graphcomp.passes.seeded_random import SeededRandom
 from graphcomp.plan import Plan
 from graphcomp.progress import Progress
 from graphcomp.runtime.program.instructions import RankProgram, RunKind
-from graphcomp.runtime.program.lower import lower
+from graphcomp.runtime.program.lower import exists, lower
+from graphcomp.runtime.program.streams import prove
 from graphcomp.schedule import Schedule
 
 LossFunction = Callable[[Any, Any], Any]
@@ -220,11 +221,11 @@ class GraphCompiler:
         """
         given = partitioned or [self.partition(outputs=outputs)] * self.plan.stage_count
         schedule = self.schedule(given)
+        prove(schedule, partial(exists, given))
         ranks = range(len(schedule.ranks)) if rank is None else [rank]
         return RankPrograms(schedule, tuple(lower(given, schedule, one, outputs, data) for one in ranks))
 
     def compile(
-        prove(schedule, partial(exists, given))
         self,
         programs: RankPrograms | None = None,
         specialisations: Sequence[Specialisation] | None = None,
