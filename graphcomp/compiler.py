@@ -199,7 +199,7 @@ class GraphCompiler:
     def schedule(self, partitioned: Sequence[Partitioned]) -> Schedule:
         """The plan's schedule for these microbatches, with the transfers that they need; checked."""
         stages = self.plan.stage_count
-        built = schedules.get(self.plan.schedule).build(stages, len(partitioned))
+        built = schedules.get(self.plan.schedule).build(stages, len(partitioned), self.plan.pipeline_ranks)
         idle = [s for s in range(stages) if all(one.stages[s].backward is None for one in partitioned)]
         forward = {s for one in partitioned for s in one.forward_boundaries}
         backward = {s for one in partitioned for s in one.backward_boundaries}
