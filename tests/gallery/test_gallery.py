@@ -26,7 +26,7 @@ def each(entry: Entry) -> object:
     return pytest.param(entry, id=entry.name, marks=[pytest.mark.wide] if entry.name in LIKE_ANOTHER else [])
 
 
-@pytest.mark.parametrize("entry", map(each, ENTRIES))
+@pytest.mark.parametrize("entry", [each(entry) for entry in ENTRIES])
 def test_a_model_as_its_author_wrote_it(entry: Entry) -> None:
     found = survey(entry.build(), entry.loss_fn, entry.microbatches(), name=entry.name)
     assert found.refused is None, str(found)
