@@ -40,7 +40,8 @@ class Plan:
     backend: "inductor", or "eager" (the same graphs, run operation by operation, bitwise as eager PyTorch).
     regather: with parameters="shard": gather parameters anew for every action and free them behind it, instead of once
         a step.
-    bucket_bytes: collectives over data ranks are joined up to this many bytes.
+    bucket_bytes: collectives over data ranks are joined up to this many bytes of whole parameters; one of as many or
+        more is communicated alone, without packing.
     accumulate_dtype: dtype in which gradients accumulate; None: the parameter's own.
     max_programs: most specialisations kept before a step refuses to make another.
     deadline: seconds to wait for another rank before giving up.
@@ -64,7 +65,7 @@ class Plan:
     parameters: Literal["replicate", "shard"] = "replicate"
     backend: Literal["inductor", "eager"] = "inductor"
     regather: bool = False
-    bucket_bytes: int = 25 * 2**20
+    bucket_bytes: int = 4 * 2**20
     accumulate_dtype: torch.dtype | None = None
     max_programs: int = 8
     deadline: float = 1800.0

@@ -27,8 +27,9 @@ aten = torch.ops.aten
 class BucketCollectives(Pass):
     """Joins neighbours of one kind, dtype, axis and reduction into one collective of at most so many bytes.
 
-    Level: step. bytes: of the input of a joined collective; a collective with more than that stands alone. Neighbours
-    are those that follow each other among their like; only inputs of one dimension are joined.
+    Level: step. bytes: of the input or the result of a joined collective, whichever is larger. A collective of as many
+    or more stands alone, uncopied, and the smaller ones around it are neighbours: those that follow each other among
+    their like. Only inputs of one dimension are joined.
 
     Sound because a reduction works element by element and a gather moves elements, wherever in a buffer they are.
     Only collectives with equally many collectives behind each other in what they depend on are joined, so none of them
@@ -62,7 +63,7 @@ class BucketCollectives(Pass):
         filling: dict[Hashable, tuple[list[Node], int]] = {}
         for node in program.calls():
             size = _bytes(node)
-            if size is None:
+            if size is None or size >= self.bytes:
                 continue
             key = _key(node, depths[node])
             members, filled = filling.get(key, ([], 0))
@@ -75,12 +76,13 @@ class BucketCollectives(Pass):
 
 
 def _bytes(node: Node) -> int | None:
-    """The size of the input of a collective that can be joined with others; None for every other node."""
+    """The size of a collective that can be joined with others; None for every other node."""
     if node.target not in _JOINED:
         return None
-    found = meta.tensor(arguments(node)["input"])
-    one_dimension = found is not None and found.dim() == 1 and isinstance(found.numel(), int)
-    return found.numel() * found.element_size() if one_dimension else None  # type: ignore[union-attr]
+    given, result = meta.tensor(arguments(node)["input"]), meta.tensor(node)
+    if given is None or result is None or given.dim() != 1 or not isinstance(given.numel(), int):
+        return None
+    return max(given.numel(), result.numel()) * given.element_size()
 
 
 def _key(node: Node, depth: int) -> Hashable:

@@ -30,7 +30,7 @@ class DataParallel:
     sharded: Mapping[str, Shards]
     reduced: tuple[str, ...]
     regather: bool = False
-    bucket_bytes: int = 25 * 2**20
+    bucket_bytes: int = 4 * 2**20
     accumulate_dtype: torch.dtype | None = None
     axis: str = "dp"
 

@@ -44,7 +44,7 @@ class TestText(TestCase):
     def test_unshard(self) -> None:
         of = [Shards(spec("fc.weight", 4, 3), 2), Shards(spec("fc.bias", 3), 2), Shards(spec("big", 40), 2)]
         self.assertExpectedInline(
-            print_program(step_program(unshard_program(0, of), 64), groups=AXIS),
+            print_program(step_program(unshard_program(0, of), 128), groups=AXIS),
             """\
 step program "stage 0 unshard"
   %shard_fc_weight: f64[2, 3] = shard fc.weight
@@ -108,14 +108,14 @@ backward:
   %cat_1: f64[2, 8] = cat([%view_10, %view_11], 1)                              # fc.w .. fc.b
   %view_12: f64[16] = view(%cat_1, [16])                                        # fc.w .. fc.b
   %reduce_scatter_tensor_3: f64[8] = _c10d_functional.reduce_scatter_tensor(%view_12, 'sum', 2, dp)  # fc.w .. fc.b
-  %contiguous_4: f64[40] = contiguous(%grad_big)                                # big
-  %view_8: f64[40] = view(%contiguous_4, [40])                                  # big
-  %reduce_scatter_tensor_2: f64[20] = _c10d_functional.reduce_scatter_tensor(%view_8, 'sum', 2, dp)  # big
   %wait_tensor_5: f64[2] = _c10d_functional.wait_tensor(%all_reduce_2)          # scale .. shift
   %slice_1: f64[1] = slice.Tensor(%wait_tensor_5, 0, 0, 1)                      # scale
   %view_1: f64[] = view(%slice_1, [])                                           # scale
   %slice_2: f64[1] = slice.Tensor(%wait_tensor_5, 0, 1, 2)                      # shift
   %view_3: f64[1] = view(%slice_2, [1])                                         # shift
+  %contiguous_4: f64[40] = contiguous(%grad_big)                                # big
+  %view_8: f64[40] = view(%contiguous_4, [40])                                  # big
+  %reduce_scatter_tensor_2: f64[20] = _c10d_functional.reduce_scatter_tensor(%view_8, 'sum', 2, dp)  # big
   %wait_tensor_6: f64[8] = _c10d_functional.wait_tensor(%reduce_scatter_tensor_3)  # fc.w .. fc.b
   %slice_3: f64[6] = slice.Tensor(%wait_tensor_6, 0, 0, 6)                      # fc.w
   %view_5: f64[2, 3] = view(%slice_3, [2, 3])                                   # fc.w

@@ -53,9 +53,9 @@ class TestText(TestCase):
             """\
   2, parameters sharded, gathered once a step, collectives of up to 64.0 KiB
            program  collective      tensors  elements      bytes  calls  times a step
-  stage 0  unshard  all_gather           26    29.5 K  115.2 KiB      1             1
+  stage 0  unshard  all_gather           26    29.5 K  115.2 KiB      3             1
            reduce   reduce_scatter       26    29.5 K  115.2 KiB      3             1
-  stage 1  unshard  all_gather           27    27.5 K  107.5 KiB      1             1
+  stage 1  unshard  all_gather           27    27.5 K  107.5 KiB      2             1
            reduce   reduce_scatter       26    25.5 K   99.5 KiB      2             1
 """,
         )
@@ -73,7 +73,7 @@ class TestText(TestCase):
         self.assertExpectedInline(
             section(texts[0], "data ranks"),
             """\
-  2, parameters sharded, gathered for every action, collectives of up to 25.0 MiB
+  2, parameters sharded, gathered for every action, collectives of up to 4.0 MiB
            program  collective      tensors  elements      bytes  calls  times a step
   stage 0  unshard  all_gather           26    29.5 K  115.2 KiB      1             6
            reduce   reduce_scatter       26    29.5 K  115.2 KiB      1             1
@@ -87,7 +87,7 @@ class TestText(TestCase):
         self.assertExpectedInline(
             section(texts[0], "data ranks"),
             """\
-  2, parameters replicated, collectives of up to 25.0 MiB
+  2, parameters replicated, collectives of up to 4.0 MiB
            program  collective  tensors  elements      bytes  calls  times a step
   stage 0  reduce   all_reduce       12    12.7 K   99.2 KiB      1             1
   stage 1  reduce   all_reduce       15    14.8 K  115.8 KiB      1             1

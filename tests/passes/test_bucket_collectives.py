@@ -186,10 +186,30 @@ def test_bytes_are_an_upper_bound() -> None:
             **{name: b.through(b.gradient(name, size), *KINDS["all_reduce"]) for name, size in sizes.items()}
         )
 
-    assert [size for _, size in buckets(program(), 32)] == [32, 8, 36, 8]  # d is larger than any bucket
-    assert [size for _, size in buckets(program(), 31)] == [16, 24, 36, 8]
+    assert [size for _, size in buckets(program(), 32)] == [32, 36, 16]  # d is larger than any bucket
+    assert [size for _, size in buckets(program(), 31)] == [16, 36, 28, 4]
     assert [size for _, size in buckets(program(), 1)] == [16, 16, 8, 36, 4, 4]
     assert [size for _, size in buckets(program(), 84)] == [84]
+
+
+def test_what_fills_a_bucket_stands_alone_and_is_not_copied() -> None:
+    b = Start()
+    sizes = {"a": 4, "b": 8, "c": 4, "d": 7}
+    program = b.finish(
+        **{name: b.through(b.gradient(name, size), *KINDS["reduce_scatter"]) for name, size in sizes.items()}
+    )
+    joined = PassManager([BucketCollectives(32)]).run(program)
+    alone, pair, last = filter(is_start, joined.calls())
+    assert [arguments(start)["input"] for start in (alone, last)] == [joined.placeholders[1], joined.placeholders[3]]
+    assert meta.tensor(arguments(pair)["input"]).shape == (8,)  # type: ignore[union-attr]
+
+
+def test_the_larger_of_input_and_result_counts() -> None:
+    b = Start()
+    results = {name: b.through(b.gradient(name, 4), *KINDS["all_gather"]) for name in "abc"}
+    program = b.finish(**results)
+    assert [size for _, size in buckets(program, 64)] == [32, 16]
+    assert [size for _, size in buckets(program, 32)] == [16, 16, 16]
 
 
 def test_only_like_collectives_are_joined() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from expecttest import TestCase
 from torch.fx import Node
 
 from graphcomp.compat import collective_operators as ops
+from graphcomp.errors import PlanError
 from graphcomp.ir import signature as role
+from graphcomp.ir.collective_calls import is_start, is_wait
 from graphcomp.ir.lockstep import lockstep
 from graphcomp.ir.meta import Note, Phase
 from graphcomp.ir.printer import print_program
@@ -34,12 +37,12 @@ def one_by_one() -> Program:
     return b.program(results, level=Level.STEP)
 
 
-def ordered(program: Program) -> Program:
-    return PassManager([OrderCollectives()]).run(program)
+def ordered(program: Program, under_way: int = 2) -> Program:
+    return PassManager([OrderCollectives(under_way)]).run(program)
 
 
-def names(program: Program) -> list[str]:
-    return [node.name for node in ordered(program).calls()]
+def names(program: Program, under_way: int = 2) -> list[str]:
+    return [node.name for node in ordered(program, under_way).calls()]
 
 
 class TestText(TestCase):
@@ -85,10 +88,10 @@ backward:
   %all_reduce: f32[4] = _c10d_functional.all_reduce(%neg, 'sum', dp)
   %neg_1: f32[4] = neg(%y)
   %all_reduce_1: f32[4] = _c10d_functional.all_reduce(%neg_1, 'sum', dp)
-  %neg_2: f32[4] = neg(%z)
-  %all_reduce_2: f32[4] = _c10d_functional.all_reduce(%neg_2, 'sum', dp)
   %wait_tensor: f32[4] = _c10d_functional.wait_tensor(%all_reduce)
   %exp: f32[4] = exp(%wait_tensor)
+  %neg_2: f32[4] = neg(%z)
+  %all_reduce_2: f32[4] = _c10d_functional.all_reduce(%neg_2, 'sum', dp)
   %wait_tensor_1: f32[4] = _c10d_functional.wait_tensor(%all_reduce_1)
   %exp_1: f32[4] = exp(%wait_tensor_1)
   %wait_tensor_2: f32[4] = _c10d_functional.wait_tensor(%all_reduce_2)
@@ -116,36 +119,59 @@ def test_starts_are_in_the_order_of_first_use() -> None:
     first, second = b.call(aten.exp.default, y), b.call(aten.sin.default, x)
     program = b.program({role.Grad("x"): second, role.Grad("y"): first, role.Grad("z"): z}, level=Level.STEP)
     starts = ["all_reduce_1", "all_reduce", "reduce_scatter_tensor"]
-    assert names(program) == [*starts, "wait_tensor_2", "exp", "wait_tensor_1", "sin", "wait_tensor"]
+    assert names(program, under_way=3) == [*starts, "wait_tensor_2", "exp", "wait_tensor_1", "sin", "wait_tensor"]
 
 
-def test_a_start_that_needs_another_result_comes_behind_its_wait() -> None:
-    b, (x, y, _) = start()
-    summed = b.call(ops.WAIT, b.call(ops.ALL_REDUCE, x, "sum", "dp"))
-    scaled = b.call(aten.exp.default, summed)
-    gathered = b.call(ops.WAIT, b.call(ops.ALL_GATHER, scaled, 2, "dp"))
-    other = b.call(ops.WAIT, b.call(ops.ALL_REDUCE, y, "sum", "dp"))
-    results = {role.Grad("x"): b.call(aten.sin.default, gathered), role.Grad("y"): b.call(aten.cos.default, other)}
-    assert names(b.program(results, level=Level.STEP)) == [
+def most_under_way(program: Program) -> int:
+    now, most = set(), 0
+    for node in program.calls():
+        if is_start(node):
+            now.add(node)
+            most = max(most, len(now))
+        elif is_wait(node):
+            now.remove(node.args[0])
+    return most
+
+
+@pytest.mark.parametrize("under_way", [1, 2, 3, 7])
+def test_no_more_are_under_way_than_allowed(under_way: int) -> None:
+    b, (x, *_) = start()
+    results: dict[role.Role, Node | None] = {}
+    for place in range(6):
+        packed = b.call(aten.mul.Tensor, x, place)
+        waited = b.call(ops.WAIT, b.call(ops.REDUCE_SCATTER, packed, "sum", 2, "dp"))
+        results[role.Grad(str(place))] = b.call(aten.exp.default, waited)
+    program = ordered(b.program(results, level=Level.STEP), under_way)
+    assert most_under_way(program) == min(under_way, 6)
+    calls = program.calls()
+    starts = [place for place, node in enumerate(calls) if is_start(node)]
+    for early, late in zip(program.results, starts[under_way:], strict=False):
+        assert early is not None and calls.index(early) < late  # what follows is computed, so the memory is free
+
+
+def test_what_needs_two_results_makes_neither_begin_early() -> None:
+    b, inputs = start()
+    x, y, z = (b.call(ops.WAIT, b.call(ops.ALL_REDUCE, node, "sum", "dp")) for node in inputs)
+    exp, sin = b.call(aten.exp.default, x), b.call(aten.sin.default, y)
+    both = b.call(aten.add.Tensor, exp, z)
+    program = b.program({role.Grad("x"): both, role.Grad("y"): sin}, level=Level.STEP)
+    assert names(program, under_way=1) == [
         "all_reduce",
         "wait_tensor",
         "exp",
-        "all_gather_into_tensor",
         "all_reduce_1",
         "wait_tensor_1",
         "sin",
+        "all_reduce_2",
         "wait_tensor_2",
-        "cos",
+        "add",
     ]
 
 
-def test_a_result_that_nobody_reads_is_still_waited_for() -> None:
-    b, (x, y, _) = start()
-    b.call(ops.WAIT, b.call(ops.ALL_REDUCE, x, "sum", "dp"))
-    used = b.call(ops.WAIT, b.call(ops.ALL_REDUCE, y, "sum", "dp"))
-    program = b.program({role.Grad("y"): b.call(aten.exp.default, used)}, level=Level.STEP)
-    assert names(program) == ["all_reduce_1", "all_reduce", "wait_tensor_1", "exp", "wait_tensor"]
-
-
-def test_text_of_the_pipeline() -> None:
-    assert parse_pipeline("order_collectives") == [OrderCollectives()]
+def test_text_of_the_pipeline_and_its_option() -> None:
+    assert parse_pipeline("order_collectives") == [OrderCollectives(2)]
+    (only,) = parse_pipeline("order_collectives{under_way=3}")
+    assert (only, str(only)) == (OrderCollectives(3), "order_collectives{under_way=3}")
+    for wrong in (0, -1, True, 1.5):
+        with pytest.raises(PlanError, match="the most collectives under way at a time"):
+            OrderCollectives(wrong)  # type: ignore[arg-type]

@@ -249,6 +249,19 @@ finish sends""",
         )
 
 
+@pytest.mark.parametrize("parameters", ["replicate", "shard"])
+def test_a_stage_reduces_while_those_before_it_still_run(parameters: str) -> None:
+    """The last gradient of an activation is on its way, and nothing is left to run, when the reduction begins."""
+    plan = gc.Plan(stages=3, backend="eager", parameters=parameters, quiet=True)  # type: ignore[arg-type]
+    step = VirtualStep(built("gpt"), ZOO["gpt"].loss_fn, plan=plan, data_ranks=2)
+    for program in step.bind(lines("gpt", (3, 3))).lines[0].prepared.programs.ranks:
+        kinds = [type(one).__name__ for one in program.instructions]
+        end = kinds.index("Reduce")
+        assert kinds.count("Reduce") == 1 and not {"Run", "Send", "WaitReceive"} & set(kinds[end:])
+        assert "FinishSends" in kinds[end:]
+        assert kinds[:end].count("Send") == (3 if program.rank in (0, 2) else 6)
+
+
 def test_what_cannot_be() -> None:
     with pytest.raises(PlanError, match="shards none"):
         gc.Plan(regather=True)

@@ -70,10 +70,13 @@ def seen_by_gloo(run: Callable[[], Any]) -> tuple[Wire, Counter[str]]:
 
 
 def buckets(sizes: Iterable[int], limit: int) -> int:
-    """How many collectives neighbours of these sizes make, joined up to a limit; what is larger stands alone."""
-    count, held = 0, limit + 1
+    """How many collectives neighbours of these sizes make, joined up to a limit; what reaches it stands alone."""
+    count, held = 0, limit
     for size in sizes:
-        if held + size > limit:
-            count, held = count + 1, 0
-        held += size
+        if size >= limit:
+            count += 1
+        elif held + size > limit:
+            count, held = count + 1, size
+        else:
+            held += size
     return count
