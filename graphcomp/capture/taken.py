@@ -12,6 +12,7 @@ from graphcomp.compat.higher_order import BACKWARD, PLAIN, FunctionsRefusedError
 from graphcomp.compat.operators import HigherOrderOperator
 from graphcomp.errors import CaptureError
 from graphcomp.ir import meta
+from graphcomp.ir.body import DETACHED
 from graphcomp.ir.effects import is_collective, is_random
 
 
@@ -55,6 +56,7 @@ def _forward_of(node: Node) -> Node:
     return source
 
 
+_LITERAL = torch.ops.aten.lift_fresh_copy.default
 _UNKNOWN = "which a program cannot hold"
 
 
@@ -72,7 +74,8 @@ def _fault(function: GraphModule, node: Node) -> tuple[str, str] | None:
         return "one of whose functions draws random numbers", "draw outside of the function, and index what was drawn"
     if is_collective(node):
         return "one of whose functions communicates", "communicate outside of the function"
-    if written_arguments(node):
+    made = node.args[0] if node.target is DETACHED else None
+    if written_arguments(node) and not (isinstance(made, Node) and made.target is _LITERAL):
         return "one of whose functions works in place", "write it without: score = score + x"
     return None
 

@@ -92,6 +92,8 @@ class AskPolicy(TorchDispatchMode):
     decided: called with the answer right behind each operation; None for one that it is not asked about.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, policy: Callable[..., Any], decided: Callable[[CheckpointPolicy | None], None]) -> None:
         super().__init__()
         self._policy, self._decided = policy, decided

@@ -13,6 +13,8 @@ __all__ = ["BeforeCalls", "Watch", "WatchCalls"]
 class WatchCalls(TorchDispatchMode):
     """Within, `observer(operator, arguments, result)` is called after each operator that runs."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, observer: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
         super().__init__()
         self.observer = observer
@@ -32,6 +34,8 @@ class Watch(WatchCalls):
 
 class BeforeCalls(TorchDispatchMode):
     """Within, `observer(operator, arguments, keyword arguments)` is called before each operator that runs."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, observer: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
         super().__init__()

@@ -18,6 +18,14 @@ from graphcomp.ir import meta
 from graphcomp.ir.normalize import number_names
 
 _SCALAR = torch.ops.aten.scalar_tensor.default
+DETACHED = torch.ops.aten.detach_.default
+"""What `torch.tensor` does with what it has made; it changes no value."""
+_aten = torch.ops.aten
+_SAME = {
+    *(DETACHED, _aten.lift_fresh_copy.default),
+    *(_aten.detach.default, _aten.detach_copy.default, _aten.alias.default, _aten.alias_copy.default),
+}
+"""Operations whose result is their argument; a loop over all scores runs some of them one by one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,8 +147,8 @@ def _graph(module: GraphModule) -> Graph:
             literal = getattr(module, str(node.target))
             kind = {"dtype": literal.dtype, "device": literal.device}
             copies[node] = graph.create_node("call_function", _SCALAR, (literal.item(),), kind, "scalar_tensor")
-        elif node.target is torch.ops.aten.lift_fresh_copy.default and copies[node.args[0]].target is _SCALAR:
-            copies[node] = copies[node.args[0]]  # which nobody else has
+        elif node.target in _SAME:
+            copies[node] = copies[node.args[0]]  # nothing here writes to memory
             continue
         elif node.op == "output":
             graph.output(map_arg(node.args[0], copies.__getitem__))

@@ -81,9 +81,12 @@ def value(node: Node) -> object:
 
 
 def holds_nothing(node: Node) -> bool:
-    """Whether a part of a result does not exist: a gradient that nobody asked for, or a list of none."""
-    found = value(node)
-    return node.target is operator.getitem and (found is None or (isinstance(found, tuple | list) and not found))
+    """Whether a part of a result does not exist: a gradient that nobody asked for, or a list of such."""
+    return node.target is operator.getitem and _is_nothing(value(node))
+
+
+def _is_nothing(found: object) -> bool:
+    return all(map(_is_nothing, found)) if isinstance(found, tuple | list) else found is None
 
 
 def set_value(node: Node, new: object) -> None:

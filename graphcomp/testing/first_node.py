@@ -12,6 +12,7 @@ from torch import nn
 from graphcomp.capture import Joint
 from graphcomp.capture.batch import describe
 from graphcomp.compat.dispatch import Watch
+from graphcomp.compat.higher_order import functions_differentiated
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.interp import trace_values
@@ -85,7 +86,7 @@ def _eager(model: nn.Module, loss_fn: Any, batch: Any) -> tuple[list[tuple[str, 
         seen.append((str(operator), kept))
 
     counts = counts_of(model, loss_fn, [batch])
-    with torch.enable_grad(), Watch(observe):
+    with torch.enable_grad(), functions_differentiated(), Watch(observe):
         losses, _ = eager_losses(model, loss_fn, batch)
         shares = [total_of(loss) / counts[name] for name, loss in losses.items()]
         torch.stack(shares).sum().backward() if len(shares) > 1 else shares[0].backward()
