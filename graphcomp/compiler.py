@@ -19,6 +19,7 @@ from graphcomp.backend import Backend, Boxed
 from graphcomp.backend import Progress as BackendProgress
 from graphcomp.capture import Joint, capture
 from graphcomp.capture.guards import read_captured
+from graphcomp.capture.joint import LossChunks
 from graphcomp.compat.symbols import symbol_names
 from graphcomp.dataparallel.step import DataParallel
 from graphcomp.errors import StepError
@@ -38,6 +39,7 @@ from graphcomp.passes.dead_code import DeadCode
 from graphcomp.passes.functionalize import Functionalize
 from graphcomp.passes.manager import PassManager, Record
 from graphcomp.passes.noop import NoOp
+from graphcomp.passes.row_region import find_head
 from graphcomp.passes.seeded_random import SeededRandom
 from graphcomp.plan import Plan
 from graphcomp.progress import Progress
@@ -177,13 +179,14 @@ class GraphCompiler:
         program = PassManager([DeadCode()]).run(program)
         rows, example = rows_of_loss(program)
         enough = example is None or example >= limit
+        chunks = LossChunks(self.plan.loss_chunks, meta.note(find_head(program)).module or "", rows) if enough else None
         if enough:
             program = PassManager(chunk_passes(self.plan)).run(program)
         if symbol_names([rows]) <= joint.sizes.symbols.keys():  # or no microbatch says how many there are
             condition = sympy.Ge(rows, limit) if enough else sympy.Lt(rows, limit)
             self.add_conditions(one, [condition] if condition.free_symbols else [])
         number_names(program.graph)
-        return replace(joint, program=program)
+        return replace(joint, program=program, chunks=chunks)
 
     def follow(self, homes: Homes, specialisations: Sequence[Specialisation], outputs: bool) -> None:
         """Take over the homes that all data ranks have agreed on; cut what is not cut, or was cut otherwise."""

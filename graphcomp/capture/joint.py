@@ -30,6 +30,15 @@ class MetricSpec:
 
 
 @dataclass(frozen=True)
+class LossChunks:
+    """Head and loss in parts. head: the module of the matrix product. rows: what is dealt out, over the sizes."""
+
+    count: int
+    head: str
+    rows: Any
+
+
+@dataclass(frozen=True)
 class Opaque:
     """A part of the model's output that is neither a tensor, nor a plain value, nor a registered container."""
 
@@ -51,6 +60,7 @@ class Joint:
     read: the fields of a dict batch that the model or the loss function read; None: the batch is of another kind.
     seconds: what the capture took.
     groups: for the collectives of the model: what the program calls their ranks -> name of this process's group.
+    chunks: of head and loss, where the program computes them in parts.
     """
 
     program: Program
@@ -63,6 +73,7 @@ class Joint:
     read: frozenset[str] | None
     seconds: float
     groups: Mapping[str, str] = field(default_factory=dict)
+    chunks: LossChunks | None = None
 
     def __str__(self) -> str:
         return print_program(self.program)

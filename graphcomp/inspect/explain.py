@@ -60,6 +60,8 @@ def _lines(cut: Partitioned, plan: Plan, schedule: Schedule, data: DataParallel 
         yield from data_ranks(data, schedule)
     yield from ("", "results")
     yield from columns(list(_results(cut)))
+    if plan.loss_chunks > 1:
+        yield shorten(f"  {_chunks(cut, plan, symbols)}")
     yield from ("", "schedule")
     yield from (shorten(f"  {line}") for line in _computations(schedule).text().splitlines())
     yield from ("", "predicted")
@@ -168,6 +170,13 @@ def _results(cut: Partitioned) -> Iterator[tuple[object, ...]]:
         yield f"loss {loss.name}", f"{loss.kind}, averaged {divided}", f"stage {owners[role.Loss(loss.name)]}"
     for metric in cut.joint.metrics:
         yield f"metric {metric.name}", metric.reduction, f"stage {owners[role.Metric(metric.name)]}"
+
+
+def _chunks(cut: Partitioned, plan: Plan, symbols: spelling.Symbols) -> str:
+    chunks = cut.joint.chunks
+    if chunks is None:
+        return f"head and loss in one piece: the example has fewer than {2 * plan.loss_chunks} rows"
+    return f"head '{chunks.head}' and loss in {chunks.count} chunks of {symbols.text(chunks.rows)} rows"
 
 
 def _example(cut: Partitioned) -> Iterator[tuple[str, int]]:

@@ -222,6 +222,18 @@ def test_every_model_fits_the_width_and_reads_the_same_every_time(name: str) -> 
     assert found == text(name, 3)
 
 
+def test_what_is_computed_in_chunks_is_named() -> None:
+    case, found = ZOO["tied_gpt"], []
+    for chunks in (1, 4, 64):
+        plan = gc.Plan(loss_chunks=chunks, backend="eager", quiet=True)
+        step = gc.compile_train_step(case.build(), case.loss_fn, plan=plan)
+        step.compile(case.microbatches(1)[0])
+        found.append(section(step.explain(), "results").splitlines()[1:])
+    assert found[0] == []
+    assert found[1] == ["  head 'head' and loss in 4 chunks of s0*s1 rows"]
+    assert found[2] == ["  head and loss in one piece: the example has fewer than 128 rows"]
+
+
 def test_a_stage_with_nothing_to_train_says_so() -> None:
     found = text("half_frozen", 4)
     assert found.count("no backward: nothing here or before is trained") == 1
