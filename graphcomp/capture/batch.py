@@ -17,12 +17,7 @@ from graphcomp.errors import BatchError
 
 def plain(batch: Any) -> Any:
     """Any Mapping counts as a dict, so that batches of a library's own type are pytrees."""
-    return dict(batch) if isinstance(batch, Mapping) and type(batch) is not dict else batch
-
-
-def size_class(size: int) -> int:
-    """0 and 1 need programs of their own (no rows; broadcasting); all larger sizes share one."""
-    return size if size < 2 else 2
+    return dict(batch) if type(batch) is not dict and isinstance(batch, Mapping) else batch
 
 
 def leaf_key(leaf: Any) -> Any:
@@ -30,7 +25,8 @@ def leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         if leaf.layout is not torch.strided:
             return leaf.layout  # `describe` refuses it
-        shape = tuple([size_class(size) for size in leaf.shape])
+        # 0 and 1 need programs of their own (no rows; broadcasting); all larger sizes share one.
+        shape = tuple([size if size < 2 else 2 for size in leaf.shape])
         return type(leaf), leaf.dtype, leaf.device, shape, leaf.requires_grad
     if isinstance(leaf, float):
         return type(leaf), repr(leaf)  # the text tells 0.0 from -0.0, and nan equals nan

@@ -43,7 +43,7 @@ class Sizes:
     def accepts(self, sizes: Mapping[str, int], leaves: Mapping[str, torch.Tensor]) -> bool:
         """Whether a microbatch meets every shape and condition. Cheap: one compiled host function."""
         values = [sizes[symbol] for symbol in self.symbols]
-        shapes = tuple(size for path in self.shapes for size in leaves[path].shape)
+        shapes = tuple([size for path in self.shapes for size in leaves[path].shape])
         return self._shapes(*values) == shapes and all(self._conditions(*values))
 
     def differences(self, sizes: Mapping[str, int], leaves: Mapping[str, torch.Tensor]) -> list[str]:

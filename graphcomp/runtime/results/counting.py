@@ -63,8 +63,7 @@ class Counting:
         if call is None or known is not program:
             call = boxed_callable(program)
             self._callables[id(program)] = program, call
-        with torch.no_grad():
-            values = call([_input(what, one, cut) for what in program.inputs])
+        values = call([_input(what, one, cut) for what in program.inputs])
         return {
             what.loss: value
             for what, value in zip(program.outputs, values, strict=True)
