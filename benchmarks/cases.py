@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from systems import IGNORED, Batches, Graphcomp, Peer
 
 @dataclass(frozen=True)
 class Case:
-    """lengths: None for `longest` everywhere; else (median, spread) of a log-normal between 16 and
-    `longest`."""
+    """lengths: None for `length` everywhere; else (median, spread) of a log-normal between 16 and `length`.
+    schedules: that graphcomp runs besides 1F1B, which is the peer's, and their numbers of stages."""
 
     name: str
     title: str
@@ -28,6 +29,7 @@ class Case:
     length: int
     steps: int
     lengths: tuple[float, float] | None = None
+    schedules: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def split(self) -> list[str]:
@@ -35,8 +37,26 @@ class Case:
 
 
 CASES = {
-    "a": Case("a", "width 256, 8 layers, 2 x 256 tokens, 8 microbatches", Config(), 2, 8, 256, steps=1),
-    "b": Case("b", "width 32, 1 x 16 tokens, 32 microbatches", Config(width=32, longest=16), 1, 32, 16, steps=4),
+    "a": Case(
+        "a",
+        "width 256, 8 layers, 2 x 256 tokens, 8 microbatches",
+        Config(),
+        2,
+        8,
+        256,
+        steps=1,
+        schedules={"interleaved-1f1b": 4},
+    ),
+    "b": Case(
+        "b",
+        "width 32, 1 x 16 tokens, 32 microbatches",
+        Config(width=32, longest=16),
+        1,
+        32,
+        16,
+        steps=4,
+        schedules=("eager-1f1b",),
+    ),
     "c": Case("c", "as (a), lengths log-normal between 16 and 512", Config(), 2, 8, 512, steps=2, lengths=(96, 0.8)),
 }
 
@@ -67,7 +87,11 @@ def pipeline(rank: int, name: str, repeats: int) -> dict[str, Any]:
     ready: dict[str, float] = {}
     runs: dict[str, Callable[[], torch.Tensor]] = {}
     makers: dict[str, Callable[[], Any]] = {
-        "graphcomp": lambda: Graphcomp(case.config, None),
+        "graphcomp": lambda: Graphcomp(case.config),
+        **{
+            f"graphcomp, {other}": partial(Graphcomp, case.config, schedule=other, stages=stages)
+            for other, stages in case.schedules.items()
+        },
         "peer, eager": lambda: Peer(case.config, case.microbatches, case.length, compiled=False),
         "peer, compiled": lambda: Peer(case.config, case.microbatches, case.length, compiled=True),
     }

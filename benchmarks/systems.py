@@ -22,10 +22,12 @@ IGNORED = -100
 class Graphcomp:
     """The whole model, a plan, and one call. split: None for the balanced cut."""
 
-    def __init__(self, config: Config, split: list[str] | None, backend: str = "inductor") -> None:
+    def __init__(
+        self, config: Config, split: list[str] | None = None, schedule: str = "1f1b", stages: int | None = None
+    ) -> None:
         self.model = make(config)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
-        plan = gc.Plan(mesh=mesh, schedule="1f1b", split=split, backend=backend, quiet=True)
+        plan = gc.Plan(mesh=mesh, schedule=schedule, split=split, stages=stages, quiet=True)
         self.step = gc.compile_train_step(self.model, token_loss, plan=plan)
 
     def run(self, batches: Batches) -> torch.Tensor:
