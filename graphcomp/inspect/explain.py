@@ -37,7 +37,8 @@ def _lines(cut: Partitioned, plan: Plan, schedule: Schedule, data: DataParallel 
     symbols = spelling.Symbols(cut.joint.program)
     stages = [_StageFacts(stage, plan, data) for stage in cut.stages]
     parameters = plan.parameters if data is not None or plan.parameters == "replicate" else "whole (one data rank)"
-    head = f"plan: {len(stages)} stage{'s' * (len(stages) > 1)}, schedule {plan.schedule}, parameters {parameters}"
+    on = f" on {len(schedule.ranks)} rank{'s' * (len(schedule.ranks) > 1)}" if len(schedule.ranks) < len(stages) else ""
+    head = f"plan: {len(stages)} stage{'s' * (len(stages) > 1)}{on}, schedule {plan.schedule}, parameters {parameters}"
     yield f"{head}, backend {plan.backend}"
     yield "estimates at the sizes of the example microbatch"
     if plan.mesh is not None:
@@ -78,7 +79,7 @@ def _lines(cut: Partitioned, plan: Plan, schedule: Schedule, data: DataParallel 
 
 
 class _StageFacts:
-    """The numbers of one stage. held: bytes of parameters between steps. gathered: of whole ones, within a step."""
+    """The numbers of one stage. held: bytes of each parameter between steps. gathered: of whole ones, within a step."""
 
     def __init__(self, stage: Stage, plan: Plan, data: DataParallel | None) -> None:
         self.stage = stage
@@ -88,8 +89,8 @@ class _StageFacts:
         self.parameter_bytes = sum(size_bytes(node) for node in weights.values())
         sharded = {} if data is None else {name: of for name, of in data.sharded.items() if name in weights}
         self.gathered_bytes = bytes_of(of.spec for of in sharded.values())
-        rows = bytes_of(replace(of.spec, shape=of.padded) for of in sharded.values())
-        self.held_bytes = self.parameter_bytes - self.gathered_bytes + rows
+        rows = {name: bytes_of([replace(of.spec, shape=of.padded)]) for name, of in sharded.items()}
+        self.held = {name: size_bytes(node) for name, node in weights.items()} | rows
         trained = {what.name for program in stage.programs for what in program.outputs if isinstance(what, role.Grad)}
         if data is not None:  # other data ranks may have gradients that no microbatch here has
             trained |= weights.keys() & set(data.reduced_on(stage.index))
@@ -204,7 +205,8 @@ def _predicted(stages: list[_StageFacts], schedule: Schedule, data: DataParallel
     rows: list[tuple[object, ...]] = [("", "bubble", "in flight", *names)]
     for rank, times in enumerate(found.ranks):
         own = [facts for facts in stages if schedule.rank_of(facts.stage.index) == rank]
-        held, gathered = sum(f.held_bytes for f in own), sum(f.gathered_bytes for f in own)
+        each = {name: held for facts in own for name, held in facts.held.items()}  # also if two stages share it
+        held, gathered = sum(each.values()), sum(f.gathered_bytes for f in own)
         parts = [held, *([gathered] if shards else []), sum(f.gradient_bytes for f in own), times.peak_bytes]
         numbers = map(size, (*parts, sum(parts)))
         rows.append((f"rank {rank}", f"{100 * times.bubble:.1f} %", times.peak_in_flight, *numbers))

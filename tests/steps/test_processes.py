@@ -112,6 +112,31 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
     step = gc.compile_train_step(model, ZOO["tied_gpt"].loss_fn, plan=plan_of(mesh))
     losses = train(step, torch.optim.AdamW(model.parameters(), 1e-2))
     found["trained"] = losses, {key: p.detach() for key, p in step.named_parameters()}
+    if world_size == 2:
+        found["several"] = several(mesh)
+    return found
+
+
+INTERLEAVED: dict[str, Any] = {"stages": 4, "schedule": "interleaved-1f1b", "backend": "eager", "quiet": True}
+
+
+def several(mesh: DeviceMesh) -> dict[str, Any]:
+    """Four stages on two ranks, with a weight that the first and the last share; transfers are compared."""
+    case = ZOO["tied_gpt"]
+    model = case.build()
+    step = gc.compile_train_step(
+        model, case.loss_fn, plan=gc.Plan(mesh=mesh, check="transfers", deadline=60.0, **INTERLEAVED)
+    )
+    found: dict[str, Any] = {}
+    for number in NUMBERS:
+        model.zero_grad()
+        ran = numbers(step(case.microbatches(number, 2)))
+        found[f"step {number}"] = ran, {k: p.grad.clone() for k, p in step.named_parameters()}, step.stats.messages
+    found["evaluation"] = numbers(step.evaluate(case.microbatches(3, 4)))
+    found["outputs"] = step(case.microbatches(2, 3), outputs="all").outputs
+    model.zero_grad()
+    step(case.microbatches(3, 6))
+    found["norm"] = gc.clip_grad_norm_(step, 0.05)
     return found
 
 
@@ -234,6 +259,32 @@ def test_copies_of_a_shared_parameter_stay_equal_through_training(world_size: in
             expected = model.get_parameter(key).detach()
             assert (value - expected).abs().max() <= 1e-6 * expected.abs().max(), key
     assert set().union(*(owned for _, owned in found)) == {key for key, _ in model.named_parameters()}
+
+
+@pytest.mark.gloo
+def test_several_stages_on_a_rank() -> None:
+    case = ZOO["tied_gpt"]
+    virtual_step = VirtualStep(case.build(), case.loss_fn, plan=gc.Plan(**INTERLEAVED))
+    found = [rank["several"] for rank in ranks(2)]
+    for number in NUMBERS:
+        ran = virtual_step.run(case.microbatches(number, 2))
+        for ours, gradients, messages in (one[f"step {number}"] for one in found):
+            assert ours == numbers(ran.result)
+            assert all(torch.equal(gradient, ran.gradients[key]) for key, gradient in gradients.items())
+            assert messages == 3 * number + 1  # three of the six ends of boundaries, and the weight's gradient or sum
+        assert [("embed.weight" in one[f"step {number}"][1]) for one in found] == [True, True]
+        assert {key for one in found for key in one[f"step {number}"][1]} == set(ran.gradients)
+    model = case.build()
+    evaluated = reference(model.eval(), case.loss_fn, case.microbatches(3, 4), backward=False)
+    expected = reference(model.train(), case.loss_fn, case.microbatches(2, 3)).outputs
+    for key, gradient in reference(model, case.loss_fn, case.microbatches(3, 6)).gradients.items():
+        model.get_parameter(key).grad = gradient
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    for one in found:
+        assert one["evaluation"]["loss"] == pytest.approx(evaluated.loss.item(), rel=1e-6)
+        assert torch.allclose(one["norm"], norm, rtol=1e-6) and torch.equal(one["norm"], found[0]["norm"])
+        for output, wanted in zip(one["outputs"], expected, strict=True):
+            assert torch.allclose(output, wanted, rtol=1e-5, atol=1e-6)
 
 
 def fails_on(failing: int) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +36,15 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).abs().max()) / (scale or 1.0) if expected.numel() else 0.0
 
 
-@pytest.mark.parametrize(("name", "stages", "run"), diagonal(list(ZOO), (1, 2, 3, 4), RUNS), ids=str)
+def others() -> Iterator[Any]:
+    """Each model with one of these; with all of them where tests run wide. Four stages are on two ranks."""
+    runs = [(4, ("interleaved-1f1b", (2, 5))), (3, ("eager-1f1b", (3, 5))), (4, ("interleaved-1f1b", (1, 3)))]
+    for one in diagonal(list(ZOO), runs):
+        name, (stages, run) = one.values
+        yield pytest.param(name, stages, run, marks=one.marks)
+
+
+@pytest.mark.parametrize(("name", "stages", "run"), [*diagonal(list(ZOO), (1, 2, 3, 4), RUNS), *others()], ids=str)
 def test_every_cut_equals_the_uncut_program_and_eager(name: str, stages: int, run: tuple[str, tuple[int, ...]]) -> None:
     case, model, (schedule, numbers) = ZOO[name], built(name, torch.float32), run
     plan = Plan(stages=stages, schedule=schedule, backend="eager", quiet=True)
