@@ -78,7 +78,7 @@ _ONLY_ON = {
 """By operator: what users call it, the device that has it, and what to do elsewhere."""
 
 
-def check_run_time_sizes(sizes: Sizes, relied_on: Mapping[object, str | None]) -> None:
+def check_run_time_sizes(sizes: Sizes, relied_on: Mapping[Any, str | None]) -> None:
     """Refuse code that fits together only if a size known at run time happens to be a certain one.
 
     relied_on: each such relation, with the user's line.

@@ -59,25 +59,25 @@ def lift_sizes(graph: Graph, mode: FakeTensorMode, inputs: Mapping[str, Node]) -
     A number that is read at run time is an input in this respect, from the node on that takes it out of what was read.
     What was read only to find numbers that are known by then is not read.
     """
-    inputs, split = dict(inputs), dict[sympy.Basic, Node]()
+    known, split = dict(inputs), dict[sympy.Basic, Node]()
     for node in list(graph.nodes):
         number = number_of(node, mode) if node.op == "call_function" else None
         if number is None:
             continue
         if isinstance(number, int):
             replace_by_number(node, number)
-        elif number.is_Symbol and str(number) in inputs:
-            node.replace_all_uses_with(inputs[str(number)])
+        elif number.is_Symbol and str(number) in known:
+            node.replace_all_uses_with(known[str(number)])
         elif number in split:
             node.replace_all_uses_with(split[number])
         elif is_split(node):
             split[number] = node
             if number.is_Symbol:
-                inputs[str(number)] = node
+                known[str(number)] = node
             continue
         elif node.target in SHAPE_READS or _is_of_many(node):
             with graph.inserting_before(node):
-                node.replace_all_uses_with(_build(graph, number, inputs, node))
+                node.replace_all_uses_with(_build(graph, number, known, node))
         else:
             continue
         graph.erase_node(node)

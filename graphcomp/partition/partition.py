@@ -110,7 +110,9 @@ class _Cutter:
             for stage, nodes in table.items():
                 for node in filter(has_run_time_size, nodes):
                     raise crossing_error(node, f"stage {max(stage, stage + step)}")
-        for what, node in self.program.output_items() if self.stages > 1 and self.outputs else ():
+        for what, node in self.program.output_items():
+            if self.stages == 1 or not self.outputs:
+                return
             if isinstance(what, role.Output) and node is not None and has_run_time_size(node):
                 raise PartitionError(
                     f"'{what}' has a number of rows that is known at run time only, which other ranks cannot compute",
