@@ -67,7 +67,7 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
     groups = enumerate(optimizer.param_groups)
     parameters = {f"{i} of group {g}": p for g, group in groups for i, p in enumerate(group["params"])}
     sharded = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
-    found = []
+    found: list[HeldState] = []
     for name, parameter in sharded.items():
         kinds = {None, over_tensor_ranks(parameter)} - {placed_as(parameter)}
         found += _of_parameter(optimizer, name, parameter, kinds)
