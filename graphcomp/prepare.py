@@ -348,12 +348,12 @@ class Preparation:
         )
 
     def _transport(self, network: VirtualNetwork) -> Transport:
-        if self.virtual or self.layout.down is None or self.layout.up is None:
-            return VirtualTransport(network)
         layout = self.layout
+        if self.virtual or layout.down is None or layout.up is None:
+            return VirtualTransport(network)
         back = None if layout.down_back is None or layout.up_back is None else (layout.down_back, layout.up_back)
-        transport = ProcessTransport((self.layout.down, self.layout.up), layout.places, back)
-        if self.compiler.plan.check is None or self.layout.side is None:
+        transport = ProcessTransport((layout.down, layout.up), layout.places, back)
+        if self.compiler.plan.check is None or layout.side is None:
             return transport
         return CheckedTransport(transport, layout.side, [layout.ranks[rank] for rank in layout.places], self._steps)
 

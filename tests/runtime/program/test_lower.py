@@ -11,8 +11,9 @@ from expecttest import assert_expected_inline
 from graphcomp.errors import ScheduleError, VerifyError
 from graphcomp.ir.signature import Loss, Metric, Output
 from graphcomp.runtime.program.executor import RankExecutor, run_virtual_ranks
-from graphcomp.runtime.program.instructions import Free, Run
+from graphcomp.runtime.program.instructions import Free, HandOver, Run
 from graphcomp.runtime.program.lifetimes import uses
+from graphcomp.runtime.program.link import Context, State, link
 from graphcomp.runtime.program.lower import distinct, lower
 from graphcomp.runtime.program.transport import VirtualNetwork, VirtualTransport
 from graphcomp.schedule.registry import KNOWN, get
@@ -180,3 +181,20 @@ def test_a_value_that_nobody_computes() -> None:
     with pytest.raises(VerifyError, match=r"'activation 0>1\[0\]' is needed") as caught:
         lower([cut], schedule_of(made.cut, "1f1b", 1), 1)
     assert "rank 1, action 1FB0" in str(caught.value)
+
+
+def test_what_the_next_stage_of_the_same_rank_gets_is_dense() -> None:
+    """One rank with both stages: no message, and values have the strides with which they would arrive."""
+    made = chain(2)
+    (program,) = programs_of(made, "interleaved-1f1b", 1, ranks=1)
+    assert [str(step) for step in program.instructions if isinstance(step, HandOver)] == [
+        "%6 = hand over 0>1 of microbatch 0 (%3)",
+        "%13 = hand over 1>0 of microbatch 0 (%12)",
+    ]
+    step = next(step for step in program.instructions if isinstance(step, HandOver))
+    operation = link(
+        step, Context(program, (made.cut,), {}, VirtualTransport(VirtualNetwork()), torch.device("cpu"), None)
+    )
+    state = State([torch.randn(2, 3).t()] * program.registers, [], [], [], {})
+    operation(state)
+    assert [place for place, one in enumerate(state.registers) if one.is_contiguous()] == [6]
