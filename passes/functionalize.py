@@ -58,7 +58,7 @@ def functionalize(program: Program) -> Program:
     Raises StateError if it writes to a parameter, CaptureError if it writes to the batch or to a captured
     tensor.
     """
-    for node in program.calls():
+    for node in reversed(program.calls()):
         if meta.holds_nothing(node) and not node.users:
             program.graph.erase_node(node)  # a gradient that autograd did not ask for
     if is_functional(program):

@@ -145,6 +145,9 @@ class _Rebuild:
 
     def finish(self) -> Retraced:
         take_up(self.module)
+        for node in reversed(self.module.graph.nodes):
+            if meta.holds_nothing(node) and not node.users:
+                self.module.graph.erase_node(node)  # a result that does not exist
         nodes = list(self.module.graph.nodes)
         self._placeholders([node for node in nodes if node.op == "placeholder"])
         for node in nodes:
@@ -185,8 +188,6 @@ class _Rebuild:
         self.copies[node] = new
 
     def _call(self, node: Node) -> None:
-        if meta.holds_nothing(node) and not node.users:
-            return  # a result that does not exist
         origin = self.replay.origin.get(node)
         destination = self.copies.get(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
         if node.target is torch.ops.aten.copy_.default and destination is not None and destination.op == "placeholder":
