@@ -35,7 +35,10 @@ def _outermost(graph: Graph, gradient: Node, add: Node, other: Node) -> tuple[No
     while len(add.users) == 1:
         (outer,) = add.users
         base = _other(outer, add)
-        if base is None or base.op != "placeholder" or meta.value(base).dtype is not meta.value(add).dtype:
+        if base is None or base.op != "placeholder":
+            break
+        kept, added = meta.tensor(base), meta.tensor(add)
+        if kept is None or added is None or kept.dtype is not added.dtype:
             break
         with graph.inserting_before(add) if other.op == "placeholder" else graph.inserting_after(other):
             first = graph.call_function(_aten.add.Tensor, (base, other))
