@@ -15,9 +15,10 @@ from graphcomp.plan import SCHEDULES
 from graphcomp.testing import run_ranks
 from tests.cases.test_denominators import Scale, padded, summed_where_valid
 from tests.cases.test_parameters import squared
-from tests.cases.tiny import PARAMETERS, dealt, divided, next_token, rows, tiny_gpt
+from tests.cases.tiny import PARAMETERS, dealt, divided, next_token, rows, step_of, tiny_gpt
 from tests.sharing import shared_captures
 from tests.steps.test_data_processes import full
+from tests.zoo import ZOO
 
 MESHES = {2: ((2,), ("dp",)), 4: ((2, 2), ("pp", "dp"))}
 
@@ -149,3 +150,16 @@ def test_equal_steps_are_bitwise_equal(world_size: int, number: int) -> None:
         for loss, gradients in others:
             assert torch.equal(loss, first[0])
             assert all(torch.equal(gradient, first[1][key]) for key, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS, ids=str)
+def test_several_stages_on_a_rank(parameters: dict[str, Any]) -> None:
+    """Two pipelines of two ranks with two stages each, a weight on the first and the last: as four ranks, bitwise."""
+    case, found = ZOO["tied_gpt"], []
+    lines = [case.microbatches(3, 1), case.microbatches(3, 2)]
+    for schedule in ("1f1b", "interleaved-1f1b"):
+        step = step_of(case.build(), case.loss_fn, 4, schedule, data_ranks=2, **parameters)
+        ran = step.run(lines)
+        found.append({"loss": ran.result.loss, **ran.gradients})
+    assert found[0].keys() == found[1].keys() and len(found[0]) > 10
+    assert all(torch.equal(value, found[0][name]) for name, value in found[1].items())

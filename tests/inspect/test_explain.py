@@ -244,3 +244,13 @@ def test_words() -> None:
     assert [size(n) for n in (0, 1023, 1536, 3 << 20, 5 << 30)] == ["0 B", "1023 B", "1.5 KiB", "3.0 MiB", "5.0 GiB"]
     assert [count(n) for n in (999, 1500, 2e6, 3e9, 4e12)] == ["999", "1.5 K", "2.0 M", "3.0 G", "4.0 T"]
     assert ranges(["embed", "h.0", "h.1", "h.2", "norm", "h.4"]) == ["embed", "h.0-h.2", "norm", "h.4"]
+
+
+def test_a_rank_with_several_stages_holds_a_shared_weight_once() -> None:
+    plan = gc.Plan(stages=4, schedule="interleaved-1f1b", stages_per_rank=4, backend="eager", quiet=True)
+    compiler = gc.GraphCompiler(ZOO["tied_gpt"].build(), ZOO["tied_gpt"].loss_fn, plan)
+    compiler.capture(ZOO["tied_gpt"].microbatches(1)[0])
+    text = explain(compiler.partition(), plan, compiler.lower().schedule)
+    assert text.startswith("plan: 4 stages on 1 rank, schedule interleaved-1f1b, ")
+    held = sum(parameter.nbytes for parameter in compiler.model.parameters())
+    assert f"{held / 1024:.1f} KiB" in text.split("predicted")[1]
