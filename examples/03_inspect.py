@@ -33,7 +33,7 @@ def loss_fn(logits: Tensor, batch: dict[str, Tensor]) -> gc.TokenLoss:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--schedule", default="1f1b", choices=["gpipe", "1f1b"])
+    parser.add_argument("--schedule", default="1f1b", choices=["gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b"])
     options = parser.parse_args()
 
     torch.manual_seed(0)
