@@ -149,9 +149,11 @@ def _brief(value: object) -> str:
         return "no such attribute"
     if isinstance(value, torch.Tensor):
         return f"tensor of shape {tuple(value.shape)}"
-    if isinstance(value, (list, dict, set)):
+    if isinstance(value, (list, tuple, dict, set)):
         return f"a {type(value).__name__} of {len(value)}"
-    return repr(value)[:80]
+    if isinstance(value, (int, float, str, bool, type(None))):
+        return repr(value)[:80]
+    return f"an object of {type(value).__name__}"  # whose own text may read tensors, here without contents
 
 
 @dataclass(frozen=True)

@@ -133,11 +133,27 @@ def keep_hidden(model: Any, h: Tensor) -> Tensor:
     return h
 
 
+class Told:
+    """As a block mask does, it says of itself what its tensors hold."""
+
+    def __init__(self, h: Tensor) -> None:
+        self.h = h
+
+    def __repr__(self) -> str:
+        return f"Told({float(self.h.sum())})"
+
+
+def keep_object(model: Any, h: Tensor) -> Tensor:
+    model.told = Told(h)
+    return h
+
+
 @pytest.mark.parametrize(
     ("code", "parts"),
     [
         (count_calls, ("its attribute 'calls'", "expected: no such attribute", "got: 1")),
         (keep_hidden, ("its attribute 'hidden.last'", "got: tensor of shape")),
+        (keep_object, ("its attribute 'told'", "got: an object of Told")),
     ],
 )
 def test_attribute_rewritten_in_forward(code: Callable[[Any, Tensor], Any], parts: tuple[str, ...]) -> None:
