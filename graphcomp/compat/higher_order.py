@@ -63,7 +63,7 @@ def _backward(*given: Any) -> tuple[Any, ...]:
     arguments = list(given)
     joint, values = arguments[8], arguments[12]
     arguments[12] = tuple(
-        value.detach().requires_grad_() if wanted else value
+        value.detach().requires_grad_(wanted) if isinstance(value, torch.Tensor) else value
         for value, wanted in zip(values, _differentiated(joint, len(values)), strict=True)
     )
     found: tuple[Any, ...] = sdpa_dense_backward(*arguments)

@@ -332,6 +332,36 @@ def test_statistics_have_their_gradients() -> None:
         assert relative(ran.gradients[name], parameter.grad) < 1e-12, name
 
 
+class Detached(Grouped):
+    """A score that uses parameters, and gives no gradient to one of them."""
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        learned, fixed = self.q.bias, self.kv.bias
+
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return s * learned[h] + fixed.detach()[j]
+
+        return flex_attention(q, k, v, score, enable_gqa=True)
+
+
+class DetachedWrittenOut(Grouped):
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.repeat_interleave(2, 1).transpose(-2, -1) / 2
+        scores = scores * self.q.bias[:4, None, None] + self.kv.bias.detach()[: q.shape[2]]
+        return scores.softmax(-1) @ v.repeat_interleave(2, 1)
+
+
+def test_a_detached_parameter_gets_no_gradient_of_a_score() -> None:
+    torch.manual_seed(0)
+    model, plain = Detached().double(), DetachedWrittenOut().double()
+    plain.load_state_dict(model.state_dict())
+    batch = torch.randn(2, 5, 8, dtype=torch.float64)
+    ran = step_of(model, lambda y, _: y.square().mean(), 1).run([batch])
+    plain(batch).square().mean().backward()
+    for name, parameter in plain.named_parameters():
+        assert relative(ran.gradients[name], parameter.grad) < 1e-12, name
+
+
 class Held(Documents):
     """A block mask made once, for one length."""
 
