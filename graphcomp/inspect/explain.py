@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
 from torch.fx import Node
 
 from graphcomp import schedule as schedules
@@ -136,7 +137,8 @@ def _modules(program: Program) -> list[str]:
     found: dict[str, None] = {}
     for node in program.calls():
         name = meta.note(node).module
-        if name:
+        computes_size = isinstance(meta.value(node), torch.SymInt | int)  # which every stage does for itself
+        if name and not computes_size:
             parts = name.split(".")
             stop = next((i + 1 for i, part in enumerate(parts) if part.isdecimal()), 1)
             found[".".join(parts[:stop])] = None

@@ -11,7 +11,7 @@ The usual way, from who computes what to a proof that it completes:
 `simulate(schedule, cost)` predicts time, bubble and memory of every rank; `timeline` draws it.
 """
 
-from graphcomp.schedule.actions import Action, Kind, counterpart, parse
+from graphcomp.schedule.actions import Action, Kind, counterpart, named_stages, parse
 from graphcomp.schedule.checker import Proof, check
 from graphcomp.schedule.communicate import with_transfers
 from graphcomp.schedule.eager_one_f_one_b import EagerOneFOneB
@@ -45,6 +45,7 @@ __all__ = [
     "dealt",
     "fuse",
     "get",
+    "named_stages",
     "parse",
     "peak_bytes",
     "peak_in_flight",

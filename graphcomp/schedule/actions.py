@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphcomp.errors import ScheduleError
 
-__all__ = ["Action", "Kind", "counterpart", "parse"]
+__all__ = ["Action", "Kind", "counterpart", "named_stages", "parse"]
 
 
 class Kind(enum.Enum):
@@ -67,6 +68,11 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+
+def named_stages(stages: Sequence[int]) -> str:
+    """`stage 1`, or `stages 1, 3`: what messages call the stages of a rank."""
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages)) or 'none'}"
 
 
 def counterpart(action: Action) -> Action:

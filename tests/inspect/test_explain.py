@@ -48,6 +48,9 @@ class TestText(TestCase):
         self.assertExpectedInline(
             texts[0].splitlines()[0], """plan: 2 stages, schedule 1f1b, parameters shard, backend eager"""
         )
+        named = [line.split(maxsplit=1)[1] for line in texts[0].splitlines() if line.startswith("    modules")]
+        # Sizes of blocks.0 are computed by the second stage too, and do not count.
+        assert named == ["embed, positions, blocks.0-blocks.1", "blocks.2-blocks.3, norm, head"]
         self.assertExpectedInline(
             section(texts[0], "data ranks"),
             """\

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _Action
 
 from graphcomp.errors import ScheduleError
-from graphcomp.schedule import Action, Kind, counterpart, parse
+from graphcomp.schedule import Action, Kind, counterpart, named_stages, parse
 
 numbers = st.integers(0, 10**6)
 actions = st.builds(Action, numbers, st.sampled_from(Kind), numbers)
@@ -37,6 +37,10 @@ def test_each_end_of_a_transfer_is_the_others_counterpart(action: Action) -> Non
     assert counterpart(other) == action
     assert other.kind.is_send != action.kind.is_send
     assert abs(other.stage - action.stage) == 1
+
+
+def test_what_messages_call_the_stages_of_a_rank() -> None:
+    assert [named_stages(held) for held in ((), (1,), (1, 3))] == ["stage none", "stage 1", "stages 1, 3"]
 
 
 def test_counterparts() -> None:

@@ -32,6 +32,7 @@ from graphcomp.runtime.program.instructions import (
 )
 from graphcomp.runtime.program.link import Callables, Context, Operation, State, StepCalls, link
 from graphcomp.runtime.program.transport import Transport
+from graphcomp.schedule import named_stages
 
 
 @dataclass(frozen=True)
@@ -215,8 +216,7 @@ class RankExecutor:
         if isinstance(instruction, Run):
             place = f"microbatch {instruction.microbatch}, action {instruction.action}"
             return f"in rank {self.rank}, stage {instruction.stage}, {place}"
-        stages = ", ".join(map(str, self.program.stages))
-        return f"in rank {self.rank}, stage {stages}, at: {instruction}"
+        return f"in rank {self.rank}, {named_stages(self.program.stages)}, at: {instruction}"
 
 
 def span_name(instruction: Instruction) -> str | None:

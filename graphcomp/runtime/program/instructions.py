@@ -14,6 +14,7 @@ import torch
 
 from graphcomp.ir.signature import Role
 from graphcomp.partition.stages import Carried
+from graphcomp.schedule import named_stages
 
 RunKind = Literal["forward", "backward", "fused"]
 ACTION_TEXT: dict[str, str] = {"forward": "F", "backward": "B", "fused": "FB"}
@@ -335,8 +336,7 @@ class RankProgram:
         )
 
     def _lines(self) -> Iterator[str]:
-        held = ", ".join(map(str, self.stages)) or "none"
-        yield f"rank {self.rank} of {self.ranks}: stage {held}, {self.microbatches} microbatches"
+        yield f"rank {self.rank} of {self.ranks}: {named_stages(self.stages)}, {self.microbatches} microbatches"
         for bind in self.binds:
             yield f"  {bind}"
         for number, (stage, name) in enumerate(self.gradients):

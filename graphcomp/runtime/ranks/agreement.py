@@ -17,7 +17,8 @@ from graphcomp.errors import RankFailure, error_text
 from graphcomp.runtime.ranks.difference import difference
 from graphcomp.runtime.ranks.exchanges import Exchanges
 from graphcomp.runtime.ranks.grid import Grid, Groups
-from graphcomp.runtime.ranks.layout import Layout, named_stages
+from graphcomp.runtime.ranks.layout import Layout
+from graphcomp.schedule import named_stages
 
 _MASK = (1 << 62) - 1
 

@@ -16,6 +16,7 @@ from graphcomp.errors import PlanError
 from graphcomp.plan import Plan
 from graphcomp.runtime.ranks.difference import difference
 from graphcomp.runtime.ranks.grid import Grid
+from graphcomp.schedule import named_stages
 
 
 @dataclass(frozen=True)
@@ -171,11 +172,6 @@ def make_layout(plan: Plan, model: nn.Module) -> Layout:
         grid=grid,
         stages_per_rank=each,
     )
-
-
-def named_stages(stages: Sequence[int]) -> str:
-    """`stage 1`, or `stages 1, 3`."""
-    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
 
 def _data_mesh(mesh: DeviceMesh, grid: Grid) -> DeviceMesh | None:

@@ -187,6 +187,7 @@ def test_what_the_next_stage_of_the_same_rank_gets_is_dense() -> None:
     """One rank with both stages: no message, and values have the strides with which they would arrive."""
     made = chain(2)
     (program,) = programs_of(made, "interleaved-1f1b", 1, ranks=1)
+    assert str(program).startswith("rank 0 of 1: stages 0, 1, 1 microbatches")
     assert [str(step) for step in program.instructions if isinstance(step, HandOver)] == [
         "%6 = hand over 0>1 of microbatch 0 (%3)",
         "%13 = hand over 1>0 of microbatch 0 (%12)",
