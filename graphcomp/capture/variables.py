@@ -10,7 +10,7 @@ from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from graphcomp.capture.userfiles import is_user_file
-from graphcomp.compat.higher_order import uncompiled
+from graphcomp.compat.closures import uncompiled
 
 WATCHED = "watched attribute"
 """The kind of an attribute of an object that is watched with all of its attributes by who holds it."""

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 
-from graphcomp.compat.higher_order import TakeFunctions, as_written_by_the_user
+from graphcomp.compat.closures import TakeFunctions, as_written_by_the_user
 from graphcomp.compat.symbolic_sizes import SymbolicSizes, sizes_in_text, whole_numbers
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from graphcomp.capture import Joint
 from graphcomp.capture.batch import describe
+from graphcomp.compat.closures import functions_differentiated
 from graphcomp.compat.dispatch import Watch
-from graphcomp.compat.higher_order import functions_differentiated
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.interp import trace_values

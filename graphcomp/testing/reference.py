@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from graphcomp.capture.batch import arguments, plain
-from graphcomp.compat.higher_order import functions_differentiated
+from graphcomp.compat.closures import functions_differentiated
 from graphcomp.losses import MeanLoss, Metric, TokenLoss, from_output, normalize
 
 
