@@ -55,7 +55,7 @@ CASES = {
         32,
         16,
         steps=4,
-        schedules=("eager-1f1b",),
+        schedules={"eager-1f1b": 2},
     ),
     "c": Case("c", "as (a), lengths log-normal between 16 and 512", Config(), 2, 8, 512, steps=2, lengths=(96, 0.8)),
 }
