@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graphcomp.compat.higher_order import FLEX_ATTENTION, FunctionsRefusedError
+from graphcomp.compat.run_time_sizes import is_run_time
 
 __all__ = ["TakeFunctions", "as_written_by_the_user", "functions_differentiated", "uncompiled"]
 
@@ -53,7 +54,7 @@ def uncompiled(value: object) -> Any:
 class TakeFunctions(TorchFunctionMode):
     """Around a trace: what the functions given to an operator close over becomes arguments of the operator.
 
-    Raises FunctionsRefusedError for a mask that needs a gradient.
+    Raises FunctionsRefusedError for a mask that needs a gradient, and for a size known at run time only.
     """
 
     def __torch_function__(
@@ -168,6 +169,9 @@ def _made_of(value: object) -> list[Any]:
     """What stands for a value that comes from outside: a tensor itself, the symbols of a size."""
     if isinstance(value, torch.Tensor):
         return [value]
+    if is_run_time(value):
+        what = "one of whose functions uses a size that is known at run time only"
+        raise FunctionsRefusedError("flex_attention", what, "use it outside of the function")
     if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Basic):
         env = value.node.shape_env
         symbols = sorted(value.node.expr.free_symbols, key=str)

@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import flex_attention as public
 
-from graphcomp.compat.closures import as_written_by_the_user
+from graphcomp.compat.closures import TakeFunctions, as_written_by_the_user
+from graphcomp.compat.higher_order import FunctionsRefusedError
+from graphcomp.compat.symbols import new_fake_mode
 from graphcomp.compat.tracing import trace
 
 
@@ -44,3 +46,13 @@ def test_a_trace_of_torch_freezes_what_a_function_closes_over() -> None:
     given = heads()
     expected = function(*given, bias)
     torch.testing.assert_close(lifted(*given, bias), expected)
+
+
+def test_a_size_known_at_run_time_only_is_no_argument() -> None:
+    """A function is run on examples, and nothing says how large it is in these."""
+    mode = new_fake_mode()
+    number = mode.shape_env.create_unbacked_symint()  # type: ignore[union-attr]
+    with mode, as_written_by_the_user(), TakeFunctions():
+        q, k, v = torch.empty(3, 1, 2, 5, 4).unbind()
+        with pytest.raises(FunctionsRefusedError, match="known at run time only"):
+            public.flex_attention(q, k, v, lambda s, b, h, i, j: s * number)
