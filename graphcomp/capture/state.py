@@ -212,7 +212,7 @@ class Reachable:
             "the code uses a tensor that is neither in the model's state nor in the batch",
             where=meta.note(user).source if user is not None else None,
             expected="a parameter, a buffer, a batch field, or a tensor held by a closure, a global or an attribute",
-            do="register it as a buffer of the model or pass it with the batch",
+            do="register it as a buffer, or pass it as a field of the batch; make a block mask in forward",
         )
 
     def _add(self, name: str, read: Callable[[], Any]) -> None:
