@@ -186,7 +186,7 @@ class GraphCompiler:
             condition = sympy.Ge(rows, limit) if enough else sympy.Lt(rows, limit)
             self.add_conditions(one, [condition] if condition.free_symbols else [])
         number_names(program.graph)
-        return replace(joint, program=program, chunks=chunks)
+        return replace(one.joint, program=program, chunks=chunks)
 
     def follow(self, homes: Homes, specialisations: Sequence[Specialisation], outputs: bool) -> None:
         """Take over the homes that all data ranks have agreed on; cut what is not cut, or was cut otherwise."""
