@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 import sympy
@@ -13,7 +14,7 @@ from graphcomp.errors import PlanError
 from graphcomp.ir import meta
 from graphcomp.ir.program import Level, Program
 from graphcomp.passes.base import Pass
-from graphcomp.passes.row_parts import Parts, product
+from graphcomp.passes.row_parts import Parts
 from graphcomp.passes.row_region import Region, find_head
 from graphcomp.passes.symbols import with_all_sizes
 
@@ -66,5 +67,5 @@ class ChunkLoss(Pass):
 def rows_of_loss(program: Program) -> tuple[sympy.Expr | int, int | None]:
     """How many rows the pass would deal out, and how many in the example, if that is known. Raises CaptureError as the
     pass does."""
-    rows = product(Region(program, find_head(program)).rows)
+    rows = prod(Region(program, find_head(program)).rows)
     return expression(program.fake_mode, rows), rows.node.hint if isinstance(rows, torch.SymInt) else rows

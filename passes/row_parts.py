@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class Parts:
         self.bounds: dict[int, Any] = {}
         self.flat: dict[Piece, Node] = {}
         self.head_note = replace(meta.note(region.head), operation=None, recompute=None)
-        self.rows: Any = product(region.rows)
+        self.rows: Any = prod(region.rows)
 
     def run(self) -> None:
         before = list(filter(draws, self.program.calls()))
@@ -260,10 +261,3 @@ class _Chunk:
             meta.note(n).operation == operation and meta.note(n).phase is not Phase.BACKWARD
             for n in self.emit.region.steps
         )
-
-
-def product(sizes: Sequence[Any]) -> Any:
-    product: Any = 1
-    for size in sizes:
-        product = product * size
-    return product
