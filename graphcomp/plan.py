@@ -145,7 +145,8 @@ class Plan:
                 "the number of stages is not the size of the mesh's axis 'pp'",
                 expected=f"a mesh with pp={count}",
                 got=f"pp={ranks}",
-                do="make the mesh fit, or leave `stages` out",
+                do="make the mesh fit, leave `stages` out, or take a schedule with several stages on a rank: "
+                + ", ".join(map(repr, SEVERAL)),
             )
         unit = each or ranks
         if count % unit or (self.mesh is not None and each is not None and count != ranks * each):

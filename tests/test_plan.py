@@ -97,12 +97,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"mesh": Mesh((2,), ("pp",)), "stages": 4},
         "the number of stages is not the size of the mesh's axis 'pp'\n  expected: a mesh with pp=4\n  got: pp=2\n"
-        "  what to do: make the mesh fit, or leave `stages` out",
+        "  what to do: make the mesh fit, leave `stages` out, or take a schedule with several stages on a rank: "
+        "'gpipe', 'interleaved-1f1b'",
     ),
     (
         {"mesh": Mesh((2,), ("dp",)), "split": ["a"]},
         "the number of stages is not the size of the mesh's axis 'pp'\n  expected: a mesh with pp=2\n  got: pp=1\n"
-        "  what to do: make the mesh fit, or leave `stages` out",
+        "  what to do: make the mesh fit, leave `stages` out, or take a schedule with several stages on a rank: "
+        "'gpipe', 'interleaved-1f1b'",
     ),
     (
         {"mesh": Mesh((2,), ("pp",)), "stages": 5, "schedule": "interleaved-1f1b"},
