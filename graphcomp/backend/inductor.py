@@ -26,7 +26,7 @@ from graphcomp.backend.functions import compilable
 from graphcomp.backend.layout import Layouts
 from graphcomp.compat.artifacts import PackedCode, pack, unpack
 from graphcomp.compat.inductor import CompiledCode, compile_graph, guards_since, runs_as_written
-from graphcomp.compat.symbols import guard_count
+from graphcomp.compat.symbols import fails_in_the_example, guard_count
 from graphcomp.errors import BackendError
 from graphcomp.ir import meta, spelling
 from graphcomp.ir.collective_calls import axis_of, is_start, name_groups
@@ -86,7 +86,7 @@ class InductorBackend:
             known = self._artifacts.setdefault(key, [])
             for place, artifact in enumerate(known):
                 conditions = _carry_over(artifact, program)
-                if conditions is not None:
+                if conditions is not None and not any(fails_in_the_example(program.fake_mode, c) for c in conditions):
                     self.reused += 1
                     known[place] = artifact = _unpacked(artifact, program)
                     return self._done(program, artifact, conditions, begin, reused=True)

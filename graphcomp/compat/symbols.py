@@ -98,6 +98,12 @@ def guard_count(mode: FakeTensorMode) -> int:
     return len(env.guards)
 
 
+def fails_in_the_example(mode: FakeTensorMode, relation: sympy.Basic) -> bool:
+    """Whether a relation does not hold for the sizes that the mode's symbols had in the example microbatch."""
+    env: Any = mode.shape_env
+    return bool(relation.xreplace(dict(env.backed_var_to_val)) == sympy.false)
+
+
 def size_value(like: object, number: sympy.Expr) -> object:
     """A symbolic integer for an expression, in the shape environment of another symbolic integer."""
     if not isinstance(like, torch.SymInt):

@@ -75,6 +75,23 @@ def test_conditions_that_compiling_adds_are_reported(monkeypatch: pytest.MonkeyP
     assert any(c.subs(dict.fromkeys(c.free_symbols, 1000)) == sympy.false for c in second.conditions)
 
 
+def test_code_for_other_sizes_does_not_serve_an_equal_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler decides on the rows. What it made for few would call for another capture, again and again."""
+
+    def deciding(graph: object, inputs: list[torch.Tensor], mode: object, *rest: Any) -> module.Boxed:
+        few = bool(inputs[0].shape[0] < 1000)
+        return lambda box: [few]
+
+    monkeypatch.setattr(module, "compile_graph", deciding)
+    chosen = backend.get("inductor")
+    for rows, reused in ((6, False), (1200, False), (7, True), (1300, True)):
+        program, _ = condition_program(rows)
+        made = chosen.compile(program)
+        assert made.reused == reused
+        assert made([torch.zeros(rows, 16)]) == [rows < 1000]
+        assert all(c.subs(dict.fromkeys(c.free_symbols, rows)) == sympy.true for c in made.conditions)
+
+
 def test_indexing_limits_become_conditions() -> None:
     program, _ = condition_program()
     before = guard_count(program.fake_mode)
