@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from graphcomp.compat.run_time_sizes import is_run_time
 from graphcomp.errors import StateError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
@@ -50,6 +51,8 @@ def place(program: Program, cuts: Sequence[int], forward: Sequence[Node], replic
         tied = source in slots and is_part(node)
         if operation in stage_of_operation and not tied:
             bounds.append(stage_of_operation[operation])
+        if not bounds:  # a number made of sizes known at run time only stays where they are
+            bounds = [slots[n].stage for n in node.all_input_nodes if n in slots and is_run_time(meta.value(n))]
         slots[node] = Slot(True, min(bounds, default=last))
     _check_buffers(program, slots)
     return slots
