@@ -52,8 +52,8 @@ class Plan:
     loss_chunks: head and loss are computed, forward and backward, for this many parts of a microbatch's rows, one after
         the other, so that the logits of one part exist at a time.
     quiet: show no progress.
-    stages_per_rank: how many stages a rank holds; None: what `stages` and the mesh say. Without a mesh (for
-        `testing.run_virtual` and `GraphCompiler`) 1, or 2 for "interleaved-1f1b" if that leaves several ranks.
+    stages_per_rank: how many stages a rank holds; None: what `stages` and the mesh say, or, where they do not, 1, and
+        2 for "interleaved-1f1b" if there are several ranks.
 
     Raises PlanError for an unknown or contradictory option.
     """
@@ -173,7 +173,11 @@ class Plan:
         """The number of pipeline stages this plan asks for."""
         if self.stages is not None:
             return self.stages
-        return len(self.split) + 1 if self.split is not None else self.axis("pp") * (self.stages_per_rank or 1)
+        if self.split is not None:
+            return len(self.split) + 1
+        ranks = self.axis("pp")
+        interleaved = self.schedule == "interleaved-1f1b" and ranks > 1
+        return ranks * (self.stages_per_rank or (2 if interleaved else 1))
 
     @property
     def stages_on_each(self) -> int:

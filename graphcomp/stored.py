@@ -72,7 +72,8 @@ def key_of(plan: Plan, device: torch.device, rank: int, model: object) -> dict[s
         "triton": _version("triton"),
         "sympy": sympy.__version__,
         "python": platform.python_version(),
-        "machine": f"{platform.system()} {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        "machine": f"{platform.system()} {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, "
+        f"{torch.cpu.get_capabilities().get('cpu_name', '')}",
         "device": _device_text(device),
         "threads": str(torch.get_num_threads()),
         "float32 products": torch.get_float32_matmul_precision(),

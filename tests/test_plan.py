@@ -250,7 +250,8 @@ def test_several_stages_on_a_rank() -> None:
         ({"stages_per_rank": 3, "schedule": "interleaved-1f1b"}, 6, 3),
         ({"split": ["a", "b", "c"], "schedule": "gpipe"}, 4, 2),
         ({"stages_per_rank": 1}, 2, 1),
-        ({"schedule": "interleaved-1f1b"}, 2, 1),
+        ({"schedule": "interleaved-1f1b"}, 4, 2),
+        ({"stages": 2, "schedule": "interleaved-1f1b"}, 2, 1),
     ]:
         made = gc.Plan(mesh=on_mesh, **options)
         assert (made.stage_count, made.stages_on_each, made.pipeline_ranks) == (stages, each, 2)
