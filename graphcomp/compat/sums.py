@@ -13,6 +13,7 @@ weight is as large as the weight. Anything else is copied, which Inductor makes 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ def write_sums(graph: Graph, written: Sequence[tuple[int, int]]) -> None:
 
     A write stands right behind what is written: there Inductor writes, and lets go of what it has added.
     """
+    _let_through()
     output = graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     placeholders = graph.find_nodes(op="placeholder")
@@ -38,6 +40,16 @@ def write_sums(graph: Graph, written: Sequence[tuple[int, int]]) -> None:
         results[target] = None
     output.args = (tuple(results),)
     graph.eliminate_dead_code()
+
+
+@cache
+def _let_through() -> None:
+    """Have Inductor call the in-place product as it is. It would by itself, but not where the variable CI is set: there
+    it insists on the decomposition, which is out of place."""
+    from torch._inductor.lowering import lowerings, make_fallback
+
+    if aten.addmm_.default not in lowerings:
+        make_fallback(aten.addmm_.default, warn=False)
 
 
 def _add_products(graph: Graph, total: Node, place: Node) -> Node:

@@ -10,10 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import flex_attention
 
 from graphcomp import Plan, compile_train_step, testing
-from graphcomp.errors import CaptureError
 
 
 class Attention(nn.Module):
@@ -132,22 +130,6 @@ def test_kernels_chosen_around_the_step_are_followed() -> None:
             step([padded(2, 5)])
         kernels.append(step.stats.traces)
     assert kernels == [1, 2, 2]
-
-
-def with_functions(q: Tensor, k: Tensor, v: Tensor, padding: Tensor, bias: Tensor) -> Tensor:
-    return flex_attention(q.contiguous(), k.contiguous(), v.contiguous())
-
-
-def test_flex_attention_is_refused_by_name() -> None:
-    """Its backward does not exist on CPU, as torch says itself; elsewhere it is an operator that takes functions."""
-    model = Scaled(with_functions)
-    step = compile_train_step(model, square, plan=Plan(backend="eager", quiet=True))
-    line = f"test_attention_layers.py:{with_functions.__code__.co_firstlineno + 1}"
-    with pytest.raises(CaptureError, match="'flex_attention', an operator that takes functions") as refused:
-        step.evaluate([padded(2, 5)])
-    assert line in str(refused.value) and "scaled_dot_product_attention" in str(refused.value)
-    with pytest.raises(NotImplementedError, match="FlexAttention does not support backward on CPU"):
-        step([padded(2, 5)])
 
 
 @pytest.mark.parametrize("training", [True, False])

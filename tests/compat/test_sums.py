@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from graphcomp.compat.inductor import compile_graph
 from graphcomp.compat.sums import write_sums
 
 aten = torch.ops.aten
@@ -70,6 +71,18 @@ def test_a_narrower_product_is_not_added_by_the_library() -> None:
     assert aten.addmm_.default not in [node.target for node in module.graph.nodes]
     module(kept, a, b)
     torch.testing.assert_close(kept, expected, rtol=0, atol=0)
+
+
+@pytest.mark.inductor
+def test_inductor_takes_it_where_ci_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "true")
+    kept, a, b = operands()
+    expected = kept + a @ b
+    module = make_fx(lambda kept, a, b: [kept + a @ b], tracing_mode="symbolic")(kept, a, b)
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    with torch.no_grad():
+        assert list(compile_graph(module, inputs, inputs[0].fake_mode, [(0, 0)])([kept, a, b])) == [None]
+    torch.testing.assert_close(kept, expected, rtol=1e-14, atol=1e-14)
 
 
 class TestText(TestCase):
