@@ -422,8 +422,8 @@ def _gradients(lines: Sequence[Line], by_line: Sequence[Sequence[RankResult]]) -
         gradients: dict[str, torch.Tensor] = {}
         for result in results:
             for own in result.gradients.values():
-                gradients = {**own, **gradients}  # shared ones are equal on all their stages
+                gradients = {**own, **gradients} if gradients else {**own}  # shared ones are equal on all stages
         each.append(gradients)
     sharded = lines[0].prepared.sharded if len(lines) > 1 else {}
     joined = {name: join_rows(of, [one[name] for one in each]) for name, of in sharded.items() if name in each[0]}
-    return each[0] | joined
+    return each[0] | joined if joined else each[0]

@@ -98,6 +98,9 @@ class RankExecutor:
         )
         self._operations = [self._link(instruction, context) for instruction in program.instructions]
         self._spans: list[Operation] = []
+        self._gradients: dict[int, list[tuple[str, int]]] = {stage: [] for stage in program.stages}
+        for slot, (stage, name) in enumerate(program.gradients):
+            self._gradients[stage].append((name, slot))
         self._fill = link_binds(program, context.specialisations)
         self._state: State | None = None
         self._next = 0
@@ -188,10 +191,11 @@ class RankExecutor:
         state = self._running()
         if self._next < len(self._operations):
             raise StepError("a rank has not come to its end", where=f"rank {self.program.rank}: {self.current}")
-        gradients: dict[int, dict[str, torch.Tensor]] = {stage: {} for stage in self.program.stages}
-        for (stage, name), value in zip(self.program.gradients, state.gradients, strict=True):
-            if value is not None:
-                gradients[stage][name] = value
+        sums = state.gradients
+        gradients = {
+            stage: {name: value for name, slot in own if (value := sums[slot]) is not None}
+            for stage, own in self._gradients.items()
+        }
         if self.watch is not None:
             for stage, own in gradients.items():
                 self.watch.ending(stage, own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -59,7 +60,7 @@ class StepInputs:
 def link_binds(program: RankProgram, specialisations: Sequence[Partitioned]) -> Callable[[State, StepInputs], None]:
     """A function that puts the inputs of a step into the registers of a state."""
     constants: list[tuple[int, torch.Tensor]] = []
-    shared: list[tuple[int, str, str]] = []
+    shared: dict[str, list[tuple[int, str]]] = defaultdict(list)
     scales: list[int] = []
     leaves: list[list[tuple[int, str]]] = [[] for _ in range(program.microbatches)]
     sizes: list[list[tuple[int, str]]] = [[] for _ in range(program.microbatches)]
@@ -68,15 +69,15 @@ def link_binds(program: RankProgram, specialisations: Sequence[Partitioned]) -> 
         microbatch = -1 if bind.microbatch is None else bind.microbatch
         match bind.role:
             case Param(name):
-                shared.append((bind.register, "parameters", name))
+                shared["parameters"].append((bind.register, name))
             case Shard(name):
-                shared.append((bind.register, "shards", name))
+                shared["shards"].append((bind.register, name))
             case Buffer(name):
-                shared.append((bind.register, "buffers", name))
+                shared["buffers"].append((bind.register, name))
             case Captured(name):
-                shared.append((bind.register, "captured", name))
+                shared["captured"].append((bind.register, name))
             case Denominator(name):
-                shared.append((bind.register, "denominators", name))
+                shared["denominators"].append((bind.register, name))
             case LossScale():
                 scales.append(bind.register)
             case Constant(name):
@@ -89,16 +90,16 @@ def link_binds(program: RankProgram, specialisations: Sequence[Partitioned]) -> 
                 seeds.append((bind.register, microbatch))
             case _:
                 raise VerifyError(f"'{bind.role}' is no input of a step", where=f"rank {program.rank}")
-    groups = sorted({group for _, group, _ in shared})
 
     def fill(state: State, inputs: StepInputs) -> None:
         registers = state.registers
         for register, constant in constants:
             registers[register] = constant
         try:
-            by_group = {group: getattr(inputs, group) for group in groups}
-            for register, group, name in shared:
-                registers[register] = by_group[group][name]
+            for group, pairs in shared.items():
+                values = getattr(inputs, group)
+                for register, name in pairs:
+                    registers[register] = values[name]
             for given, wanted in zip(inputs.microbatches, leaves, strict=True):
                 for register, name in wanted:
                     registers[register] = given.leaves[name]

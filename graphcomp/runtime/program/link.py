@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -305,13 +306,22 @@ def _finish_all(state: State) -> None:
 def _begin(begin: BeginGradients, context: Context) -> Operation:
     dtype, device = context.accumulate_dtype, context.device
     forms = zip(begin.slots, begin.forms, strict=True)
-    each = [(slot, form.shape, form.strides, sum_dtype(form.dtype, dtype)) for slot, form in forms]
+    each = [(slot, _zeros(form.shape, form.strides, sum_dtype(form.dtype, dtype), device)) for slot, form in forms]
 
     def operation(state: State) -> None:
-        for slot, shape, strides, kind in each:
-            state.gradients[slot] = torch.empty_strided(shape, strides, dtype=kind, device=device).zero_()
+        gradients = state.gradients
+        for slot, zeros in each:
+            gradients[slot] = zeros()
 
     return operation
+
+
+def _zeros(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Callable[[], torch.Tensor]:
+    if torch.empty_strided(shape, strides, device="meta").is_contiguous():  # one call of torch is less than two
+        return partial(torch.zeros, shape, dtype=dtype, device=device)
+    return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
 
 
 def _add(gradient: int, register: int) -> Operation:

@@ -148,6 +148,8 @@ class Closing:
         """`close` for several data ranks in one process: this one and `others`, each with its complete
         vector.
         """
+        if not others:
+            return [self.close(vectors[0], denominators)]
         everyone = [self, *others]
         totals = [
             vector[one._totals].view(len(one.losses), one.microbatches)
@@ -185,7 +187,7 @@ class Closing:
                     largest.append(values.amax(0, keepdim=True) if count else vector.new_full((1,), -torch.inf))
                 case "min":
                     largest.append(values.amin(0, keepdim=True).neg() if count else vector.new_full((1,), -torch.inf))
-        return torch.cat(sums), torch.cat(largest) if largest else vector.new_zeros(0)
+        return torch.cat(sums) if len(sums) > 1 else sums[0], torch.cat(largest) if largest else vector.new_zeros(0)
 
     def _closed(
         self, sums: torch.Tensor, largest: torch.Tensor, below: torch.Tensor, shares: tuple[torch.Tensor, ...]
