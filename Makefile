@@ -9,9 +9,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TYPED := build/typed
-# Two workers: one for each core that this project plans for. The tests of a file share what they start and compute.
+# Three workers for the two cores that this project plans for: real processes wait for each other much of the time. The
+# tests of a file share what they start and compute.
 # Files are dealt in the order that tests/conftest.py gives them, not by their numbers of tests.
-PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 # One thread a process: ranks share the machine's cores, and sums come out in the same order every time.
 export OMP_NUM_THREADS := 1
