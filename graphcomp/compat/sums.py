@@ -100,10 +100,10 @@ def _plain(total: Node) -> Node:
     return total
 
 
-def _before(graph: Graph, place: Node, left: Node, right: Node) -> Node:
-    with graph.inserting_before(place):
+def _before(graph: Graph, total: Node, left: Node, right: Node) -> Node:
+    with graph.inserting_before(total):
         added = graph.call_function(torch.ops.prims.add.default, (left, right))
-    added.meta["val"] = place.meta["val"]
+    added.meta["val"] = total.meta["val"]
     return added
 
 

@@ -161,6 +161,24 @@ def written_out(model: nn.Module, form: type[nn.Module], batches: Sequence[Any])
     return total, {name: p.grad for name, p in plain.named_parameters()}
 
 
+def mean_square(y: Tensor, _: Any) -> Tensor:
+    return y.square().mean()
+
+
+def mean_squares(
+    model: nn.Module, form: type[nn.Module], batches: Sequence[Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Eager: the same model written out, in double precision."""
+    plain = form().double()
+    plain.load_state_dict(model.state_dict())
+    total = torch.zeros(())
+    for batch in batches:
+        loss = mean_square(plain(batch), batch) / len(batches)
+        loss.backward()
+        total = total + loss.detach()
+    return total, {name: p.grad for name, p in plain.named_parameters()}
+
+
 def compare(ran: Any, expected: tuple[Tensor, dict[str, Tensor]], tolerance: float = 1e-12) -> None:
     assert relative(ran.result.loss, expected[0]) < tolerance
     assert ran.gradients.keys() == expected[1].keys()
@@ -296,15 +314,9 @@ class GroupedWrittenOut(Grouped):
 
 def test_fewer_heads_of_keys() -> None:
     torch.manual_seed(0)
-    model, plain = Grouped().double(), GroupedWrittenOut().double()
-    plain.load_state_dict(model.state_dict())
+    model = Grouped().double()
     batches = [torch.randn(2, 5, 8, dtype=torch.float64), torch.randn(3, 9, 8, dtype=torch.float64)]
-    step = step_of(model, lambda y, _: y.square().mean(), 1)
-    ran = step.run(batches)
-    for batch in batches:
-        (plain(batch).square().mean() / 2).backward()
-    for name, parameter in plain.named_parameters():
-        assert relative(ran.gradients[name], parameter.grad) < 1e-12, name
+    compare(step_of(model, mean_square, 1).run(batches), mean_squares(model, GroupedWrittenOut, batches))
 
 
 class Statistics(Grouped):
@@ -323,13 +335,8 @@ class StatisticsWrittenOut(Grouped):
 
 def test_statistics_have_their_gradients() -> None:
     torch.manual_seed(0)
-    model, plain = Statistics().double(), StatisticsWrittenOut().double()
-    plain.load_state_dict(model.state_dict())
-    batch = torch.randn(2, 5, 8, dtype=torch.float64)
-    ran = step_of(model, lambda y, _: y.square().mean(), 1).run([batch])
-    plain(batch).square().mean().backward()
-    for name, parameter in plain.named_parameters():
-        assert relative(ran.gradients[name], parameter.grad) < 1e-12, name
+    model, batches = Statistics().double(), [torch.randn(2, 5, 8, dtype=torch.float64)]
+    compare(step_of(model, mean_square, 1).run(batches), mean_squares(model, StatisticsWrittenOut, batches))
 
 
 class Detached(Grouped):
@@ -353,13 +360,8 @@ class DetachedWrittenOut(Grouped):
 
 def test_a_detached_parameter_gets_no_gradient_of_a_score() -> None:
     torch.manual_seed(0)
-    model, plain = Detached().double(), DetachedWrittenOut().double()
-    plain.load_state_dict(model.state_dict())
-    batch = torch.randn(2, 5, 8, dtype=torch.float64)
-    ran = step_of(model, lambda y, _: y.square().mean(), 1).run([batch])
-    plain(batch).square().mean().backward()
-    for name, parameter in plain.named_parameters():
-        assert relative(ran.gradients[name], parameter.grad) < 1e-12, name
+    model, batches = Detached().double(), [torch.randn(2, 5, 8, dtype=torch.float64)]
+    compare(step_of(model, mean_square, 1).run(batches), mean_squares(model, DetachedWrittenOut, batches))
 
 
 class Held(Documents):
@@ -399,10 +401,9 @@ def test_evaluation_equals_torchs_own_operator() -> None:
 @pytest.mark.inductor
 def test_compiled_on_a_cpu_it_is_spelled_out() -> None:
     torch.manual_seed(0)
-    model, plain = Grouped().double(), GroupedWrittenOut().double()
-    plain.load_state_dict(model.state_dict())
-    batch = torch.randn(2, 5, 8, dtype=torch.float64)
-    ran = step_of(model, lambda y, _: y.square().mean(), backend="inductor").run([batch])
-    plain(batch).square().mean().backward()
-    for name, parameter in plain.named_parameters():
-        assert relative(ran.gradients[name], parameter.grad) < 1e-10, name
+    model, batches = Grouped().double(), [torch.randn(2, 5, 8, dtype=torch.float64)]
+    compare(
+        step_of(model, mean_square, backend="inductor").run(batches),
+        mean_squares(model, GroupedWrittenOut, batches),
+        1e-10,
+    )
