@@ -164,7 +164,7 @@ def raised(row: Row, rank: int, found: dict[str, Any]) -> None:
     assert ("as before the call on this rank" if row.place == "close" else "as before the call, on all ranks") in text
     assert rank == row.rank or f"{row.error}" in text
     assert "an earlier one failed while messages were under way" in found["unusable"]
-    assert rank != row.rank or row.error in found["unusable"]
+    assert row.error in found["unusable"] and row.text in found["unusable"], found["unusable"]
 
 
 def killed(row: Row, rank: int, found: dict[str, Any]) -> None:

@@ -105,6 +105,8 @@ class Failures:
             self._leaving.start()
         self._leaving.join(_LONGEST)
         first = self._first or own
+        if first is not own:  # what was noticed here is only that connections were closed
+            self.broken = f"{first.error.splitlines()[0]} (in {first.where})"
         if cause != "error":
             return self._failure(first, where, error)
         if f"in {where}" not in notes_of(error):
