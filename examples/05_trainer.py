@@ -46,6 +46,7 @@ class Config:
     backend: str = "inductor"
     data_ranks: int = 1
     parameters: str = "replicate"
+    schedule: str = "1f1b"
     seed: int = 0
 
 
@@ -147,7 +148,8 @@ def main() -> int:
     for field in fields(Config):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
     config = Config(**vars(parser.parse_args()))
-    with place(config.data_ranks, parameters=config.parameters, backend=config.backend, quiet=True) as where:
+    options = {"parameters": config.parameters, "schedule": config.schedule, "backend": config.backend}
+    with place(config.data_ranks, **options, quiet=True) as where:
         Trainer(config, where).run()
     return 0
 

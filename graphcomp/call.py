@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from graphcomp.capture.facts import Facts
+from graphcomp.capture.spelled import PASSING, lines
 from graphcomp.dispatch import Bound
+from graphcomp.ir import spelling
 from graphcomp.ir.digest import number_of
 from graphcomp.prepare import Prepared
 from graphcomp.runtime.program.fingerprint import checksum
@@ -91,6 +94,26 @@ class Ran:
     messages: int
     bytes_sent: int
     collectives: int
+
+
+def intent_text(options: Options, bound: Sequence[Bound], state: Facts, contents: Mapping[tuple[int, str], int]) -> str:
+    """What a rank is about to do, for comparing: what was given, then the model's state, then which programs serve it.
+
+    contents: see `contents_of`. The first line is what all ranks of the job have in common.
+    """
+    found = [str(options), f"{len(bound)} microbatches"]
+    found += [f"microbatch {i}: {_forms(one)}" for i, one in enumerate(bound)]
+    found += contents_text(contents)
+    found += lines(state, PASSING.__contains__)
+    found += [f"microbatch {i}: {one.specialisation.kind}" for i, one in enumerate(bound)]
+    found += lines(state, lambda kind: kind not in PASSING)
+    found += [f"microbatch {i}: specialisation {one.specialisation.number}" for i, one in enumerate(bound)]
+    return "\n".join(found)
+
+
+def _forms(one: Bound) -> str:
+    forms = (f"{path} {spelling.dtype(leaf.dtype)}{list(leaf.shape)}" for path, leaf in one.leaves.items())
+    return ", ".join(forms)
 
 
 def contents_of(bound: Sequence[Bound]) -> dict[tuple[int, str], int]:

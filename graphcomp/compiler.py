@@ -18,8 +18,10 @@ from graphcomp import schedule as schedules
 from graphcomp.backend import Backend, Boxed
 from graphcomp.backend import Progress as BackendProgress
 from graphcomp.capture import Joint, capture
+from graphcomp.capture.facts import Facts
 from graphcomp.capture.guards import read_captured
 from graphcomp.capture.joint import LossChunks
+from graphcomp.capture.spelled import PASSING, lines
 from graphcomp.compat.symbols import symbol_names
 from graphcomp.dataparallel.step import DataParallel
 from graphcomp.errors import StepError
@@ -77,7 +79,7 @@ class Specialisation:
     """One captured joint program with all that was made from it so far.
 
     partitions: by whether the model's outputs are kept. callables: what this rank has compiled. kind: what it was
-    captured from, as text; where that is equal in two processes, so are the programs.
+    captured from, as text; where that is equal in two processes, so are the programs. state: of the model, then.
     """
 
     number: int
@@ -86,11 +88,16 @@ class Specialisation:
     partitions: dict[bool, Partitioned] = field(default_factory=dict)
     callables: dict[tuple[bool, int, RunKind], Boxed] = field(default_factory=dict)
     kind: str = ""
+    state: Facts = field(default_factory=lambda: Facts({}))
 
     @cached_property
     def text_to_compare(self) -> str:
         """The joint program as other processes have it if they have the same."""
         return comparable(self.joint.program)
+
+    def modes(self) -> list[str]:
+        """What may make it another program than other processes have, though the model is the same: a line each."""
+        return lines(self.state, PASSING.__contains__)
 
     def read_captured(self) -> dict[str, torch.Tensor]:
         """The tensors that user code reaches by itself, as they are now. Raises GuardError if one has another form."""

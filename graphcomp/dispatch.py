@@ -45,7 +45,7 @@ class Dispatcher:
         self._entries: dict[tuple[_Context, Hashable], _Entry] = {}
         self._read: dict[_Context, frozenset[str]] = {}
         self._last: tuple[Facts, str] | None = None
-        self.state: Hashable = None
+        self.state = Facts({})
         self.store: Store | None = None
 
     def select(self, microbatches: Sequence[Any], training: bool) -> list[Bound]:
@@ -97,7 +97,7 @@ class Dispatcher:
             if stored is not None:
                 entry = self._entries.setdefault((context, key), _Entry(places))
                 entry.specialisations.append(stored)
-                self._last = (state, _sketch(batch))
+                stored.state, self._last = state, (state, _sketch(batch))
                 found = _serve(entry, leaves)
                 if found is not None:
                     return found
@@ -112,7 +112,7 @@ class Dispatcher:
         key, leaves = batch_key(reduced)
         entry = self._entries.setdefault((context, key), _Entry(_places(reduced)))
         captured = self.compiler.specialisations[-1]
-        captured.kind = f"training={training}, {key}, {joint.sizes.conditions}"
+        captured.kind, captured.state = f"training={training}, {key}, {joint.sizes.conditions}", state
         entry.specialisations.append(captured)
         found = _serve(entry, leaves)
         if found is None:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphcomp.call import BoundStep, Line, Options, Ran, contents_of, contents_text
+from graphcomp.call import BoundStep, Line, Options, Ran, contents_of, contents_text, intent_text
+from graphcomp.capture.facts import Facts
 from graphcomp.compat.process_groups import group_of
 from graphcomp.compiler import GraphCompiler
 from graphcomp.dataparallel.rows import join_rows, padded_rows
@@ -76,7 +77,8 @@ class Engine:
                 if options.runs and self.state.on_meta:
                     self.state.require_real(self.preparation.used)
                 keys = [key_of([one.specialisation for one in line], options.keeps) for line in bound]
-                intents = [self._intent(one, options, key) for one, key in zip(bound, keys, strict=True)]
+                state = dispatcher.state
+                intents = [self._intent(one, options, key, state) for one, key in zip(bound, keys, strict=True)]
                 told = True
                 agreed = self._compare(intents)
                 self._check_meeting(intents, agreed)
@@ -128,15 +130,14 @@ class Engine:
         ranks = tuple(DataRank(one.contribution, one.microbatches) for one in intents)
         return Agreed(ranks, is_new, next(apart, None))
 
-    def _intent(self, bound: Sequence[Bound], options: Options, key: Key) -> Intent:
+    def _intent(self, bound: Sequence[Bound], options: Options, key: Key, state: Facts) -> Intent:
         each = [(one.specialisation.number, *one.sizes.values()) for one in bound]
         contents: dict[tuple[int, str], int] = {}
         if self.compiler.plan.check is not None and not self.virtual:
             contents = contents_of(bound)
 
         def describe() -> str:
-            lines = [f"microbatch {i}: specialisation {n}, sizes {sizes}" for i, (n, *sizes) in enumerate(each)]
-            return "\n".join([str(options), f"{len(bound)} microbatches", *lines, *contents_text(contents)])
+            return intent_text(options, bound, state, contents)
 
         known = self.preparation.known(key)
         own = known.own if known else self.preparation.contribution([one.specialisation for one in bound])

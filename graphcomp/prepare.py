@@ -125,7 +125,9 @@ class Preparation:
         if self.layout.side is not None:
             # Tensor ranks hold different parts; what they do together is compared before every step.
             own = f"tensor rank {self.layout.tensor_rank}: "
-            self.agreement.alike({own + one.kind: one.text_to_compare for one in one_of_each.values()})
+            named = {own + one.kind: one for one in one_of_each.values()}
+            texts = {name: one.text_to_compare for name, one in named.items()}
+            self.agreement.alike(texts, {name: one.modes for name, one in named.items()})
         homes = self._agree_on_homes(list(one_of_each.values()), outputs)
         failure: Exception | None = None
         made: dict[Key, Compiled] = {}

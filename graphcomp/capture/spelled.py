@@ -36,10 +36,20 @@ def difference(old: dict[Subject, str], new: dict[Subject, str], kinds: Callable
     for subject in dict.fromkeys((*old, *new)):
         was, now = (facts.get(subject, "nothing") for facts in (old, new))
         if was != now and kinds(subject[0]):
-            kind, owner, name = subject
-            place = f"'{name}'" + (f" of '{owner}'" if owner else "")
-            found.append(f"{kind} {place}: {_first_difference(was, now)}")
+            found.append(f"{_place(subject)}: {_first_difference(was, now)}")
     return found
+
+
+def lines(facts: Facts, kinds: Callable[[str], bool]) -> list[str]:
+    """A line for each fact of these kinds."""
+    return [f"{_place(subject)}: {text}" for subject, text in spelled(facts).items() if kinds(subject[0])]
+
+
+def _place(subject: Subject) -> str:
+    kind, owner, name = subject
+    if kind == "mode":
+        return f"training mode of module '{owner}'" if owner else "training mode of the model"
+    return f"{kind} '{name}'" + (f" of '{owner}'" if owner else "")
 
 
 def _first_difference(was: str, now: str) -> str:

@@ -113,6 +113,8 @@ def run(layout: str, folder: Path, kill: bool = False) -> list[dict[str, Any]]:
         str(folder),
         "--data-ranks",
         str(data_ranks),
+        "--schedule",
+        "gpipe" if layout == "pp4" else "1f1b",
     )
     return run_script(NAME, processes, *options, watching=functools.partial(watched, kill))
 

@@ -44,7 +44,7 @@ class Reversed(TinyGPT):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for block in list(self.blocks)[:: self.order]:
-            x = block(x) * self.scale
+            x = block(x) * (self.scale if self.training else 1.0)
         return self.head(self.norm(x))
 
 
@@ -80,6 +80,7 @@ def models(mesh: DeviceMesh, mode: str, odd: bool) -> dict[str, str]:
         "attribute": lambda: Reversed(scale=2.0 if odd else 1.0),
         "deeper": lambda: Reversed(blocks=3 if odd else 2),
         "frozen": lambda: freeze(Reversed(), odd),
+        "evaluated": lambda: Reversed(scale=2.0).train(not odd),
         "changes buffers": lambda: ZOO["batch_norm"].build(),
     }
     for kind, build in kinds.items():
@@ -196,6 +197,7 @@ def test_other_models_are_refused_before_anything_is_changed(mode: str) -> None:
         assert shows(models["order"], "blocks.0", "blocks.1")
         assert shows(models["attribute"], "native_layer_norm", ", 2.0)  # (root)  test_data_failures.py")
         assert shows(models["deeper"], "parameter 'norm.weight' (32,)", "parameter 'blocks.2.norm1.weight' (32,)")
+        assert shows(models["evaluated"], "training mode of the model: True", "training mode of the model: False")
         assert shows(models["frozen"], "(64, 32) torch.float32, requires_grad=True", "requires_grad=False")
         assert "StateError: buffer 'norm1.running_mean' is changed in forward" in models["changes buffers"]
 
@@ -218,7 +220,7 @@ def test_what_goes_wrong_before_a_step_goes_wrong_on_all_ranks(mode: str) -> Non
         assert shows(found["outputs"], "outputs='none'", "outputs='all'")
         assert shows(found["tokens"], "tokens of ()", "tokens of ('loss',)")
         assert found["unknown"].startswith("StepError: the step has no loss named 'lost'")
-        assert shows(found["frozen"], "specialisation 0", "specialisation 1")
+        assert shows(found["frozen"], "parameter 'head.weight' of 'head': ", "requires_grad=False")
         if mode == "regather":
             assert "as many microbatches on every data rank\n  got: 1 on data rank 0, 2 on" in found["counts"]
 

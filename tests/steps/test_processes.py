@@ -320,6 +320,9 @@ def failures(rank: int) -> dict[str, Any]:
     shorter = {key: value[:, :8] if isinstance(value, Tensor) else value for key, value in good[1].items()}
     found["sizes"] = refused(step, [good[0], good[1] if rank == 0 else shorter])
     found["structure"] = refused(step, [good[0], good[1] if rank == 0 else {**good[1], "fail": 0}])
+    model.train(rank == 0)
+    found["modules"] = refused(step, good)
+    model.train()
     found["scale"] = refused(step, good, loss_scale=1.0 + rank)
     found["outputs"] = refused(step, good, outputs=("none", "all")[rank])
     found["mode"] = refused(step if rank == 0 else step.evaluate, good)
@@ -345,11 +348,9 @@ def test_failures_and_disagreements_reach_every_rank() -> None:
     assert first["loss"] == second["loss"] == first["again"] == second["again"]
     expected = {
         "count": ("3 microbatches", "4 microbatches"),
-        "sizes": (
-            "microbatch 1: specialisation 0, sizes [2, 16]",
-            "microbatch 1: specialisation 0, sizes [2, 8]",
-        ),
-        "structure": ("microbatch 1: specialisation 0", "microbatch 1: specialisation 1"),
+        "sizes": ("microbatch 1: tokens i64[2, 16], labels", "microbatch 1: tokens i64[2, 8], labels"),
+        "structure": ("(<class 'bool'>, False)", "(<class 'int'>, 0)"),
+        "modules": ("training mode of the model: True", "training mode of the model: False"),
         "scale": ("loss_scale=1.0", "loss_scale=2.0"),
         "outputs": ("outputs='none'", "outputs='all'"),
         "mode": ("a training step", "an evaluation step"),

@@ -180,8 +180,11 @@ class Agreement:
             raise self.told(difference(texts, first, other))
         return [[everyone[member][2] for member in line] for line in self.lines]
 
-    def alike(self, texts: Mapping[str, str]) -> None:
-        """Raise AgreementError, on all ranks, where two of them have different texts under one name."""
+    def alike(self, texts: Mapping[str, str], causes: Mapping[str, Callable[[], Sequence[str]]] | None = None) -> None:
+        """Raise AgreementError, on all ranks, where two of them have different texts under one name.
+
+        causes: lines for each that tell why, if they differ themselves; they may differ where the texts do not.
+        """
         if self.side is None:
             return
         digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
@@ -192,4 +195,5 @@ class Agreement:
             for name, digest in found.items():
                 first = seen.setdefault(name, rank)
                 if everyone[first][name] != digest:
-                    self.share(texts.get(name, ""), None, "", [(first, rank)])
+                    cause = causes[name]() if causes and name in causes else ()
+                    self.share("\n".join([*cause, texts.get(name, "")]), None, "", [(first, rank)])
