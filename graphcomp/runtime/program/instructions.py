@@ -36,17 +36,18 @@ class Bind:
     """Before the first instruction: put an input of the step into a register.
 
     microbatch: None for what all microbatches share. specialisation: for a `Constant`, whose programs it
-    belongs to.
+    belongs to. shown: the role as texts name it; None: as it is.
     """
 
     register: int
     role: Role
     microbatch: int | None = None
     specialisation: int | None = None
+    shown: Role | None = None
 
     def __str__(self) -> str:
         place = "" if self.microbatch is None else f" of microbatch {self.microbatch}"
-        return f"{_names([self.register])} = {self.role}{place}"
+        return f"{_names([self.register])} = {self.shown or self.role}{place}"
 
 
 @dataclass(frozen=True)

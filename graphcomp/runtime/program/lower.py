@@ -25,6 +25,7 @@ from graphcomp.ir.signature import (
     Shard,
     Size,
 )
+from graphcomp.ir.spelling import Symbols
 from graphcomp.partition.accumulating import accumulated
 from graphcomp.partition.stages import Boundary, Partitioned
 from graphcomp.runtime.program.instructions import (
@@ -129,6 +130,7 @@ class _Lowering:
 
     def program(self) -> RankProgram:
         self.numbers = {id(one): number for number, one in enumerate(distinct(self.specialisations))}
+        self.symbols = {id(one): Symbols(one.joint.program) for one in distinct(self.specialisations)}
         if self.data is not None and not self.data.regather:
             for stage in self.schedule.stages_of(self.rank):
                 self.unshard(stage)
@@ -321,7 +323,8 @@ class _Lowering:
     def bound(self, key: _Key, role: Role, microbatch: int | None = None, specialisation: int | None = None) -> int:
         if key not in self.registers:
             self.registers[key] = self.new()
-            self.binds.append(Bind(self.registers[key], role, microbatch, specialisation))
+            shown = None if microbatch is None else self.symbols[id(self.specialisations[microbatch])].role(role)
+            self.binds.append(Bind(self.registers[key], role, microbatch, specialisation, shown))
         return self.registers[key]
 
     def finish(self) -> None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from graphcomp.compiler import GraphCompiler
 from graphcomp.errors import ScheduleError, VerifyError
 from graphcomp.ir.signature import Loss, Metric, Output
+from graphcomp.plan import Plan
 from graphcomp.runtime.program.executor import RankExecutor, run_virtual_ranks
 from graphcomp.runtime.program.instructions import Free, HandOver, Run
 from graphcomp.runtime.program.lifetimes import uses
@@ -18,6 +20,7 @@ from graphcomp.runtime.program.lower import distinct, lower
 from graphcomp.runtime.program.transport import VirtualNetwork, VirtualTransport
 from graphcomp.schedule.registry import KNOWN, get
 from tests.runtime.chain import WIDTH, callables_of, chain, programs_of, schedule_of
+from tests.zoo import ZOO
 
 
 def test_text_of_a_first_stage() -> None:
@@ -199,3 +202,15 @@ def test_what_the_next_stage_of_the_same_rank_gets_is_dense() -> None:
     state = State([torch.randn(2, 3).t()] * program.registers, [], [], [], {})
     operation(state)
     assert [place for place, one in enumerate(state.registers) if one.is_contiguous()] == [6]
+
+
+def test_sizes_go_by_the_names_of_the_other_programs() -> None:
+    case = ZOO["encoder_decoder"]
+    compiler = GraphCompiler(case.build(), case.loss_fn, Plan(stages=2, backend="eager", quiet=True))
+    joint = str(compiler.capture(case.microbatches(1)[0]))
+    named = {line.split(" = ")[1] for line in joint.splitlines() if " = size " in line}
+    ranks = compiler.lower().ranks
+    assert named == {"size s0", "size s1", "size s2"}
+    for rank, expected in zip(ranks, ({"size s0", "size s1"}, named), strict=True):
+        binds = [line.split(" = ")[1] for line in str(rank).splitlines() if " = size " in line]
+        assert {bind.partition(" of ")[0] for bind in binds} == expected
