@@ -32,8 +32,25 @@ class _Entry:
     specialisations: list[Specialisation] = field(default_factory=list)
 
 
-_Context = tuple[Facts, bool, Hashable]
-"""The model's state, whether a step trains, and the names of a batch's fields."""
+@dataclass
+class _Named:
+    """Batches whose fields have these names, in one state of the model. read: the fields that some program reads; None:
+    all. entries: by what selects a program besides.
+    """
+
+    fields: Hashable
+    read: frozenset[str] | None = None
+    entries: dict[Hashable, _Entry] = field(default_factory=dict)
+
+    def reduced(self, batch: Any) -> Any:
+        """The batch without the fields that nobody reads."""
+        if self.read is None or self.read.issuperset(batch):
+            return batch
+        return {name: value for name, value in batch.items() if name in self.read}
+
+
+_Context = tuple[Facts, bool]
+"""The model's state, and whether a step trains."""
 
 
 class Dispatcher:
@@ -42,8 +59,7 @@ class Dispatcher:
     def __init__(self, compiler: GraphCompiler, device: torch.device) -> None:
         self.compiler, self.device = compiler, device
         self.guard = ModelGuard(compiler.model, compiler.loss_fn, device)
-        self._entries: dict[tuple[_Context, Hashable], _Entry] = {}
-        self._read: dict[_Context, frozenset[str]] = {}
+        self._known: dict[_Context, dict[Hashable, _Named]] = {}
         self._last: tuple[Facts, str] | None = None
         self.state = Facts({})
         self.store: Store | None = None
@@ -57,9 +73,13 @@ class Dispatcher:
         self.state, bound = state, []
         if buckets is not None and not self.compiler.specialisations:
             buckets.check_names(microbatches)
+        context = (state, training)
+        known = self._known.setdefault(context, {})
         for number, batch in enumerate(microbatches):
             try:
-                bound.append(self._bind(batch if buckets is None else buckets.padded(batch), state, training))
+                given = batch if buckets is None else buckets.padded(batch)
+                fields = _fields(given)
+                bound.append(self._bind(given, context, known.get(fields) or self._named(context, fields)))
             except BaseException as error:
                 error.add_note(f"in microbatch {number}")
                 raise
@@ -67,35 +87,43 @@ class Dispatcher:
 
     def programs(self) -> Iterator[tuple[Kind, Specialisation]]:
         """All specialisations that may be used again, with what they serve."""
-        for (context, batch), entry in self._entries.items():
-            for one in entry.specialisations:
-                yield Kind(*context, batch, self._read.get(context)), one
+        for context, known in self._known.items():
+            for named in known.values():
+                for batch, entry in named.entries.items():
+                    for one in entry.specialisations:
+                        yield Kind(*context, named.fields, batch, named.read), one
 
     def forget(self, number: int) -> None:
         """Drop the specialisations from `number` on, as if they had never been captured."""
         del self.compiler.specialisations[number:]
-        for key, entry in list(self._entries.items()):
-            entry.specialisations = [one for one in entry.specialisations if one.number < number]
-            if not entry.specialisations:
-                del self._entries[key]
+        for context, known in list(self._known.items()):
+            for fields, named in list(known.items()):
+                for key, entry in list(named.entries.items()):
+                    entry.specialisations = [one for one in entry.specialisations if one.number < number]
+                    if not entry.specialisations:
+                        del named.entries[key]
+                if not named.entries:
+                    del known[fields]
+            if not known:
+                del self._known[context]
 
-    def _bind(self, batch: Any, state: Facts, training: bool) -> Bound:
-        context = (state, training, _fields(batch))
-        if self.store is not None and context not in self._read:
-            read = self.store.read(*context)
-            if read is not None:
-                self._read[context] = read
-        reduced = _reduced(batch, self._read.get(context))
+    def _named(self, context: _Context, fields: Hashable) -> _Named:
+        read = None if self.store is None else self.store.read(*context, fields)
+        return self._known[context].setdefault(fields, _Named(fields, read))
+
+    def _bind(self, batch: Any, context: _Context, named: _Named) -> Bound:
+        reduced = named.reduced(batch)
         key, leaves = batch_key(reduced)
-        entry = self._entries.get((context, key))
+        entry = named.entries.get(key)
         found = None if entry is None else _serve(entry, leaves)
         if found is not None:
             return found
+        state, training = context
         if self.store is not None:
             places = _places(reduced)
-            stored = self.store.take(*context, key, _tensors(places, leaves))
+            stored = self.store.take(*context, named.fields, key, _tensors(places, leaves))
             if stored is not None:
-                entry = self._entries.setdefault((context, key), _Entry(places))
+                entry = named.entries.setdefault(key, _Entry(places))
                 entry.specialisations.append(stored)
                 stored.state, self._last = state, (state, _sketch(batch))
                 found = _serve(entry, leaves)
@@ -107,10 +135,10 @@ class Dispatcher:
         if joint.read is not None:
             # Programs captured before keep the key of what had been read until then; they are found no more
             # if this grows, and captured once again: never is a field overlooked that some capture reads.
-            self._read[context] = self._read.get(context, frozenset()) | joint.read
-        reduced = _reduced(batch, self._read.get(context))
+            named.read = (named.read or frozenset()) | joint.read
+        reduced = named.reduced(batch)
         key, leaves = batch_key(reduced)
-        entry = self._entries.setdefault((context, key), _Entry(_places(reduced)))
+        entry = named.entries.setdefault(key, _Entry(_places(reduced)))
         captured = self.compiler.specialisations[-1]
         captured.kind, captured.state = f"training={training}, {key}, {joint.sizes.conditions}", state
         entry.specialisations.append(captured)
@@ -150,11 +178,6 @@ def _fields(batch: Any) -> Hashable:
     return tuple(batch) if isinstance(batch, Mapping) else None
 
 
-def _reduced(batch: Any, read: frozenset[str] | None) -> Any:
-    """The batch without the fields that nobody reads."""
-    return batch if read is None else {name: value for name, value in batch.items() if name in read}
-
-
 def _places(batch: Any) -> tuple[tuple[int, str], ...]:
     spec, tensors = describe(batch)
     return tuple((i, path) for i, path in enumerate(spec.paths) if path in tensors)
@@ -163,11 +186,10 @@ def _places(batch: Any) -> tuple[tuple[int, str], ...]:
 def _serve(entry: _Entry, leaves: Sequence[Any]) -> Bound | None:
     tensors = _tensors(entry.places, leaves)
     for one in entry.specialisations:
-        if not _captured_fit(one):
-            continue
-        sizes = one.joint.sizes.bind(tensors)
-        if one.joint.sizes.accepts(sizes, tensors):
-            return Bound(tensors, sizes, one)
+        sizes = one.joint.sizes.fit(tensors)
+        if sizes is not None and _captured_fit(one):
+            before = one.joint.before
+            return Bound(tensors, sizes if before is None else before.sizes(tensors, sizes), one)
     return None
 
 

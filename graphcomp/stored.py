@@ -167,7 +167,7 @@ class Store:
             one = self._contents.specialisations[place]
             if self._serves(one, state, training, fields) and self._batches[place] == batch:
                 sizes: Sizes = from_bytes(one.sizes)
-                if sizes.accepts(sizes.bind(tensors), tensors):
+                if sizes.fit(tensors) is not None:
                     self._left.discard(place)
                     return self._taken(one, training)
         return None

@@ -41,10 +41,11 @@ def dense(leaf: torch.Tensor) -> torch.Tensor:
     if leaf.is_conj() or leaf.is_neg():
         leaf = leaf.resolve_conj().resolve_neg()
     leaf = leaf.contiguous()
-    if min(leaf.shape, default=2) < 2:
-        strides = tuple(math.prod(leaf.shape[dim + 1 :]) for dim in range(leaf.dim()))
+    shape = leaf.shape
+    if 1 in shape or 0 in shape:
+        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
         if leaf.stride() != strides:
-            leaf = leaf.as_strided(leaf.shape, strides)
+            leaf = leaf.as_strided(shape, strides)
     return leaf
 
 
@@ -107,12 +108,16 @@ def batch_key(batch: Any) -> tuple[Any, list[Any]]:
 
     Raises BatchError for a leaf that cannot be compared.
     """
-    leaves, structure = _flattened(plain(batch))
+    batch = plain(batch)
+    if type(batch) is dict and _LEAVES.issuperset(map(type, batch.values())):  # walking over trees takes its time
+        leaves = list(batch.values())
+        return (tuple(batch), *map(leaf_key, leaves)), leaves
+    leaves, structure = tree_flatten(batch)
     key = (structure, *map(leaf_key, leaves))
     try:
         hash(key)
     except TypeError as error:
-        pairs, _ = tree_flatten_with_path(plain(batch))
+        pairs, _ = tree_flatten_with_path(batch)
         keys, bad = next(pair for pair in pairs if not _hashable(leaf_key(pair[1])))
         raise BatchError(
             f"the batch holds a {type(bad).__name__}, which is neither a tensor nor a plain value",
@@ -124,13 +129,6 @@ def batch_key(batch: Any) -> tuple[Any, list[Any]]:
 
 
 _LEAVES = frozenset({torch.Tensor, int, float, bool, str, type(None)})
-
-
-def _flattened(batch: Any) -> tuple[list[Any], Any]:
-    """The leaves, and what tells the structure: the names, in a flat dict, for walking over trees takes its time."""
-    if type(batch) is dict and _LEAVES.issuperset(map(type, batch.values())):
-        return list(batch.values()), tuple(batch)
-    return tree_flatten(batch)
 
 
 def _hashable(value: Any) -> bool:

@@ -18,6 +18,7 @@ from graphcomp.capture.values import Watched, freeze
 from graphcomp.capture.variables import WATCHED, held_in
 from graphcomp.compat import modules as internals
 from graphcomp.compat import tensor_parallel
+from graphcomp.compat.tensor_forms import form_check
 from graphcomp.errors import GuardError
 
 _UNSET = object()
@@ -78,6 +79,7 @@ class _Snapshot:
     codes: list[Any] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     looks: list[list[Any]] = field(default_factory=list)
+    same_forms: Callable[[], bool] = lambda: True
 
     def watch(self, table: Any) -> None:
         """Notice when a dict, or another container, holds other objects than now."""
@@ -114,28 +116,24 @@ class _Snapshot:
                 and all(map(is_, [kind.forward for kind in self.classes], self.forwards))
                 and all(map(is_, [_read(reader) for reader in self.readers], self.read))
                 and all(map(is_, [function.__code__ for function in self.functions], self.codes))
+                and self.same_forms()
                 and self.look() == self.looks
             )
         except (KeyError, AttributeError, RuntimeError):
             return False
 
     def look(self) -> list[list[Any]]:
-        """What can change in a parameter that stays the same object.
+        """What can change in a parameter that stays the same object, besides its form.
 
-        A device changes only with new memory (`p.data = ...`), and its address is quick to read. That of a sharded
-        parameter says nothing, so dtypes are read too.
+        Its memory (`p.data = ...`) says nothing of a program, but may be another's from then on.
         """
         return [list(map(read, self.tensors)) for read in _LOOKS]
 
 
 _LOOKS = (
-    internals.requires_grad_of,
     internals.hooks_of,
     internals.accumulate_hooks_of,
     torch.Tensor.data_ptr,
-    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.size,
-    torch.Tensor.stride,
 )
 
 
@@ -193,7 +191,7 @@ def _take(
                     if first == full:
                         found.tensors.append(tensor)
                         _take_hooks(found, watched, facts, name, full, tensor)
-    found.looks = found.look()
+    found.looks, found.same_forms = found.look(), form_check(found.tensors)
     found.classes = list(dict.fromkeys(found.kinds))
     found.forwards = [kind.forward for kind in found.classes]
     for number, every in enumerate(internals.global_hooks()):

@@ -36,7 +36,6 @@ def is_derived(module: nn.Module, attribute: str) -> bool:
     return any(hook.name == attribute for hook in norms)
 
 
-requires_grad_of = attrgetter("requires_grad")
 hooks_of = attrgetter("_backward_hooks")
 accumulate_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 

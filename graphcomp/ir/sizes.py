@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,10 +18,16 @@ Expression: TypeAlias = sympy.Expr | int
 
 def evaluator(expressions: Sequence[object], symbols: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
     """Compile expressions into one host function of the sizes (positional, in the order of `symbols`)."""
+    return _compiled(f"({''.join(f'{text}, ' for text in _texts(expressions))})", symbols)
+
+
+def _texts(expressions: Sequence[object]) -> list[str]:
     printer = PythonPrinter()
-    body = ", ".join(printer.doprint(sympy.sympify(expression)) for expression in expressions)
-    names = {"math": __import__("math"), "max": max, "min": min}
-    return eval(f"lambda {', '.join(symbols)}: ({body}{',' if expressions else ''})", names)
+    return [printer.doprint(sympy.sympify(expression)) for expression in expressions]
+
+
+def _compiled(body: str, names: Sequence[str]) -> Callable[..., Any]:
+    return eval(f"lambda {', '.join(names)}: {body}", {"math": math, "max": max, "min": min})
 
 
 @dataclass(frozen=True)
@@ -40,11 +47,15 @@ class Sizes:
         """Read the sizes of a microbatch (leaves by path) on the host."""
         return {symbol: leaves[path].shape[dim] for symbol, (path, dim) in self.symbols.items()}
 
+    def fit(self, leaves: Mapping[str, torch.Tensor]) -> dict[str, int] | None:
+        """The sizes of a microbatch; None unless it meets every shape and condition. One compiled host function."""
+        sizes = self.bind(leaves)
+        found = [size for path in self.shapes for size in leaves[path].shape]
+        return sizes if self._fits(found, *sizes.values()) else None
+
     def accepts(self, sizes: Mapping[str, int], leaves: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a microbatch meets every shape and condition. Cheap: one compiled host function."""
-        values = [sizes[symbol] for symbol in self.symbols]
-        shapes = tuple([size for path in self.shapes for size in leaves[path].shape])
-        return self._shapes(*values) == shapes and all(self._conditions(*values))
+        """Whether a microbatch meets every shape and condition."""
+        return self.fit(leaves) == sizes
 
     def differences(self, sizes: Mapping[str, int], leaves: Mapping[str, torch.Tensor]) -> list[str]:
         """In words, what a microbatch does not meet."""
@@ -71,6 +82,13 @@ class Sizes:
     def with_conditions(self, more: Sequence[Any]) -> Sizes:
         """The same sizes under further conditions, such as those a compiler adds."""
         return Sizes(self.symbols, self.shapes, tuple(dict.fromkeys((*self.conditions, *more))))
+
+    @cached_property
+    def _fits(self) -> Callable[..., bool]:
+        """Of all sizes of a microbatch, in the order of `shapes`, and those that the symbols are."""
+        sizes = _texts([size for shape in self.shapes.values() for size in shape])
+        tests = [f"found == [{', '.join(sizes)}]", *(f"({text})" for text in _texts(self.conditions))]
+        return _compiled(" and ".join(tests), ["found", *self.symbols])
 
     @cached_property
     def _conditions(self) -> Callable[..., tuple[Any, ...]]:
