@@ -41,13 +41,12 @@ _LOCK = threading.RLock()  # Inductor's options are global while it compiles
 @dataclass(frozen=True)
 class _Artifact:
     """code: without a check of inputs. symbols: those of the program it was compiled from, by their normal
-    names. added, assumed: the conditions that compiling has added, and all that its shape environment held
-    at the end. Code that was read from a file is unpacked at its first use."""
+    names. assumed: all conditions that its shape environment held at the end. Code that was read from a file
+    is unpacked at its first use."""
 
     code: Boxed | CompiledCode | PackedCode
     environment: Any
     symbols: Mapping[str, str]
-    added: tuple[sympy.Basic, ...]
     assumed: tuple[sympy.Basic, ...]
 
 
@@ -58,7 +57,6 @@ class PackedArtifact:
     key: object
     code: PackedCode
     symbols: Mapping[str, str]
-    added: tuple[sympy.Basic, ...]
     assumed: tuple[sympy.Basic, ...]
 
 
@@ -91,10 +89,11 @@ class InductorBackend:
                     known[place] = artifact = _unpacked(artifact, program)
                     return self._done(program, artifact, conditions, begin, reused=True)
             self._tell(Progress(program.name, "started"))
+            before = guard_count(program.fake_mode)
             artifact = _compile(program, groups or {})
             known.append(artifact)
             self.programs += 1
-            return self._done(program, artifact, artifact.added, begin, reused=False)
+            return self._done(program, artifact, guards_since(program.fake_mode, before), begin, reused=False)
 
     def _done(
         self, program: Program, artifact: _Artifact, conditions: tuple[Any, ...], begin: float, reused: bool
@@ -111,12 +110,12 @@ class InductorBackend:
             for one in known:
                 if one.environment is environment and isinstance(one.code, CompiledCode | PackedCode):
                     code = pack(one.code) if isinstance(one.code, CompiledCode) else one.code
-                    found.append(PackedArtifact(key, code, one.symbols, one.added, one.assumed))
+                    found.append(PackedArtifact(key, code, one.symbols, one.assumed))
         return tuple(found)
 
     def adopt(self, packed: tuple[PackedArtifact, ...], environment: Any) -> None:
         for one in packed:
-            artifact = _Artifact(one.code, environment, one.symbols, one.added, one.assumed)
+            artifact = _Artifact(one.code, environment, one.symbols, one.assumed)
             self._artifacts.setdefault(one.key, []).append(artifact)
 
     def _tell(self, progress: Progress) -> None:
@@ -130,8 +129,6 @@ def _group_names(program: Program, groups: Mapping[str, str]) -> tuple[str | Non
 
 
 def _compile(program: Program, groups: Mapping[str, str]) -> _Artifact:
-    mode = program.fake_mode
-    before = guard_count(mode)
     symbols = _symbols(program)
     graph = program.copy().graph
     in_turn(graph)
@@ -146,7 +143,7 @@ def _compile(program: Program, groups: Mapping[str, str]) -> _Artifact:
             got=f"{type(error).__name__}: {text[0]}",
             do="see the cause below; backend='eager' runs the same program without compiling",
         ) from error
-    return _Artifact(code, mode.shape_env, symbols, guards_since(mode, before), guards_since(mode, 0))
+    return _Artifact(code, program.fake_mode.shape_env, symbols, guards_since(program.fake_mode, 0))
 
 
 def _unpacked(artifact: _Artifact, program: Program) -> _Artifact:
@@ -179,15 +176,14 @@ def _symbols(program: Program) -> dict[str, str]:
 def _carry_over(artifact: _Artifact, program: Program) -> tuple[sympy.Basic, ...] | None:
     """The conditions under which the code of an equal program serves this one, over this one's symbols.
 
-    In another shape environment all that held where it was compiled has to be asked for, not only what was
-    added. None: a condition there speaks of a size that this program does not have, so nobody could check
-    it.
+    All that was known where it was compiled, not only what compiling added: the code may rely on it. What this trace
+    knows already is left out. None: a condition there speaks of a size that this program does not have, so nobody could
+    check it.
     """
     same = artifact.environment is program.fake_mode.shape_env
-    needed = artifact.added if same else artifact.assumed
     own = {normal: symbol for symbol, normal in _symbols(program).items()}
     carried = []
-    for relation in needed:
+    for relation in artifact.assumed:
         swap: dict[sympy.Basic, sympy.Basic] = {}
         for symbol in relation.free_symbols:
             normal = artifact.symbols.get(str(symbol))
@@ -196,7 +192,9 @@ def _carry_over(artifact: _Artifact, program: Program) -> tuple[sympy.Basic, ...
             if normal is None or normal not in own:
                 return None
             swap[symbol] = sympy.Symbol(own[normal], **symbol.assumptions0)
-        carried.append(relation.xreplace(swap))
+        found = relation.xreplace(swap)
+        if not same or found != relation:
+            carried.append(found)
     return tuple(carried)
 
 

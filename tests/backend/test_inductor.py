@@ -92,6 +92,31 @@ def test_code_for_other_sizes_does_not_serve_an_equal_program(monkeypatch: pytes
         assert all(c.subs(dict.fromkeys(c.free_symbols, rows)) == sympy.true for c in made.conditions)
 
 
+@pytest.mark.parametrize("columns", [16, 9])
+def test_what_was_known_of_a_size_has_to_hold_for_another_of_the_same_trace(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    """Rows are known to divide by three when they are compiled. The code may rely on it, also for columns."""
+    monkeypatch.setattr(module, "compile_graph", lambda *_: lambda box: [box.pop().sin()])
+    trace = Builder(example=(6, columns))
+
+    def sine(size: Any) -> Program:
+        b = Builder()
+        b.mode = trace.mode
+        y = b.call(aten.sin.default, b.input(Activation(0, 1, 0), (size, 4), "x"))
+        return b.program({Activation(1, 2, 0): y}, "sine", Level.STAGE)
+
+    rows, other = trace.sizes
+    assert rows % 3 == 0
+    chosen = backend.get("inductor")
+    assert chosen.compile(sine(rows)).conditions == ()
+    assert chosen.compile(sine(rows)).reused
+    made = chosen.compile(sine(other))
+    assert made.reused == (columns == 9)
+    if made.reused:
+        assert [str(c) for c in made.conditions] == [f"Eq(Mod({other.node.expr}, 3), 0)"]
+
+
 def test_indexing_limits_become_conditions() -> None:
     program, _ = condition_program()
     before = guard_count(program.fake_mode)
