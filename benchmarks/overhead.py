@@ -42,6 +42,7 @@ from rich.table import Table  # noqa: E402
 import graphcomp as gc  # noqa: E402
 from graphcomp.backend import Backend, Compiled  # noqa: E402
 from graphcomp.capture.guards import ModelGuard  # noqa: E402
+from graphcomp.compat.zeros import zero_all  # noqa: E402
 from graphcomp.dispatch import Dispatcher  # noqa: E402
 from graphcomp.ir.program import Program  # noqa: E402
 from graphcomp.runtime.program.instructions import BeginGradients, Run  # noqa: E402
@@ -126,8 +127,7 @@ def measure(stages: int, layers: int, microbatches: int, repeats: int) -> dict[s
     ]
 
     def zero() -> None:
-        for form in forms:
-            torch.empty_strided(form.shape, form.strides, dtype=form.dtype).zero_()
+        zero_all([torch.empty_strided(form.shape, form.strides, dtype=form.dtype) for form in forms])
 
     def write() -> None:
         model.zero_grad()

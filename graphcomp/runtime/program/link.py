@@ -14,6 +14,7 @@ from typing import Any, Literal
 import sympy
 import torch
 
+from graphcomp.compat.zeros import zero_all
 from graphcomp.errors import AgreementError, VerifyError
 from graphcomp.ir.sizes import evaluator
 from graphcomp.partition.stages import Carried, Partitioned, sum_dtype
@@ -305,23 +306,18 @@ def _finish_all(state: State) -> None:
 
 def _begin(begin: BeginGradients, context: Context) -> Operation:
     dtype, device = context.accumulate_dtype, context.device
-    forms = zip(begin.slots, begin.forms, strict=True)
-    each = [(slot, _zeros(form.shape, form.strides, sum_dtype(form.dtype, dtype), device)) for slot, form in forms]
+    made = [
+        partial(torch.empty_strided, form.shape, form.strides, dtype=sum_dtype(form.dtype, dtype), device=device)
+        for form in begin.forms
+    ]
 
     def operation(state: State) -> None:
-        gradients = state.gradients
-        for slot, zeros in each:
-            gradients[slot] = zeros()
+        sums = [make() for make in made]
+        zero_all(sums)
+        for slot, each in zip(begin.slots, sums, strict=True):
+            state.gradients[slot] = each
 
     return operation
-
-
-def _zeros(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Callable[[], torch.Tensor]:
-    if torch.empty_strided(shape, strides, device="meta").is_contiguous():  # one call of torch is less than two
-        return partial(torch.zeros, shape, dtype=dtype, device=device)
-    return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
 
 
 def _add(gradient: int, register: int) -> Operation:

@@ -167,7 +167,7 @@ class Closing:
     def _denominators(self, denominators: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if not self.losses:
             return torch.zeros(0, dtype=torch.float64, device=self.device)
-        return torch.stack([denominators[spec.name].to(torch.float64).reshape(()) for spec in self.losses])
+        return torch.stack([denominators[spec.name] for spec in self.losses]).to(torch.float64)
 
     def _summary(self, vector: torch.Tensor, totals: torch.Tensor, first: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """What is added up over data ranks (losses; sums; means with their counts; the first rank's last),
@@ -192,8 +192,9 @@ class Closing:
     def _closed(
         self, sums: torch.Tensor, largest: torch.Tensor, below: torch.Tensor, shares: tuple[torch.Tensor, ...]
     ) -> Closed:
-        divided = sums[: len(self.losses)] / below
-        added, extremes = iter(sums[len(self.losses) :].unbind()), iter(largest.unbind())
+        divided = (sums[: len(self.losses)] if self.metrics else sums) / below
+        rest = (sums[len(self.losses) :].unbind(), largest.unbind()) if self.metrics else ((), ())
+        added, extremes = map(iter, rest)
         metrics: dict[str, torch.Tensor] = {}
         counts: dict[str, torch.Tensor] = {}
         for spec in self.metrics:

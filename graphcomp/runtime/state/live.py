@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,7 +127,7 @@ class LiveState:
                     do="register a clone, or make the view in forward",
                 )
         with torch.no_grad():
-            added = [self._prepared(name, gradient) for name, gradient in gradients.items()]
+            added = tuple(self._prepared(gradients))
             targets = {name: local_part(self._buffers[name][0][self._buffers[name][1]]) for name in buffers}
             for name, target in targets.items():
                 _require_writable(f"buffer '{name}'", target)
@@ -137,31 +137,23 @@ class LiveState:
                 name: value.clone() if value.untyped_storage().data_ptr() in memory else value
                 for name, value in buffers.items()
             }
-        return Writes(tuple(added), tuple((target, kept[name]) for name, target in targets.items()))
+        return Writes(added, tuple((target, kept[name]) for name, target in targets.items()))
 
-    def _prepared(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A parameter and what its `.grad` grows by, in its dtype and sharded like it."""
-        table, key = self._parameters[name]
-        parameter = table[key]
-        if gradient.dtype != parameter.dtype:
-            gradient = gradient.to(parameter.dtype)
-        if name in self._sharded:
-            rows = self._sharded[name].rows_in(parameter).shape[0]
-            gradient = sharded_like(gradient.narrow(0, 0, rows), parameter)
-        elif name in self._parts:
-            gradient = sharded_like(gradient, parameter)
-        before = parameter.grad
-        if before is None:
-            return parameter, gradient
-        if _split(before) != _split(gradient):
-            raise StateError(
-                f"the gradient of parameter '{name}' cannot be added to what its .grad holds",
-                expected=f"None, or {_form(gradient)}",
-                got=_form(before),
-                do="call zero_grad() before the step, or keep the gradients that earlier steps wrote",
-            )
-        _require_writable(f"the gradient of parameter '{name}'", local_rows(before))
-        return parameter, gradient
+    def _prepared(self, gradients: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each parameter and what its `.grad` grows by, in its dtype and sharded like it."""
+        for name, given in gradients.items():
+            table, key = self._parameters[name]
+            parameter = table[key]
+            gradient = given if given.dtype is parameter.dtype else given.to(parameter.dtype)
+            if name in self._sharded:
+                rows = self._sharded[name].rows_in(parameter).shape[0]
+                gradient = sharded_like(gradient.narrow(0, 0, rows), parameter)
+            elif name in self._parts:
+                gradient = sharded_like(gradient, parameter)
+            before = parameter.grad
+            if before is not None:
+                _require_addable(name, gradient, before)
+            yield parameter, gradient
 
     def require_real(self, used: Collection[str]) -> None:
         """Refuse to run on what has no memory yet."""
@@ -203,6 +195,18 @@ def _split(tensor: torch.Tensor) -> object:
     """What two tensors must have in common so that one can be added to the other, rank by rank."""
     over = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
     return tuple(tensor.shape), over
+
+
+def _require_addable(name: str, gradient: torch.Tensor, before: torch.Tensor) -> None:
+    """Raise StateError where a gradient cannot be added to what a parameter's `.grad` holds."""
+    if _split(before) != _split(gradient):
+        raise StateError(
+            f"the gradient of parameter '{name}' cannot be added to what its .grad holds",
+            expected=f"None, or {_form(gradient)}",
+            got=_form(before),
+            do="call zero_grad() before the step, or keep the gradients that earlier steps wrote",
+        )
+    _require_writable(f"the gradient of parameter '{name}'", local_rows(before))
 
 
 def _require_writable(what: str, tensor: torch.Tensor) -> None:
