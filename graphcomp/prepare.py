@@ -354,7 +354,7 @@ class Preparation:
         if self.virtual or layout.down is None or layout.up is None:
             return VirtualTransport(network)
         back = None if layout.down_back is None or layout.up_back is None else (layout.down_back, layout.up_back)
-        transport = ProcessTransport((layout.down, layout.up), layout.places, back)
+        transport = ProcessTransport((layout.down, layout.up), layout.places, back, layout.channels)
         if self.compiler.plan.check is None or layout.side is None:
             return transport
         return CheckedTransport(transport, layout.side, [layout.ranks[rank] for rank in layout.places], self._steps)

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import graphcomp as gc
+from graphcomp.runtime.program import transport
+from graphcomp.runtime.program.transport import MOST_BYTES
 from graphcomp.testing import run_virtual
 from tests.faults.model import ARMED, WIDTH, Chain, Trap, batches, loss_fn
 from tests.faults.processes import run
@@ -66,6 +68,7 @@ def new_step(row: Row, model: nn.Module) -> Any:
 
 def run_row(rank: int, row: Row) -> dict[str, Any]:
     """One rank: a good step perhaps, and the one that fails; then another, of the same step object."""
+    transport.MOST_BYTES = MOST_BYTES if row.later else 0  # over channels, and over process groups
     model = Chain(row.pp, counted=row.dp == 1)
     step, given, found = new_step(row, model), batches(), {}
     if row.later:

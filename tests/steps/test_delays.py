@@ -1,7 +1,8 @@
 """Ranks that are late at random change nothing: neither bits, nor does anybody wait for ever.
 
 Every instruction of a rank may begin a little late, and every step too, so that messages are sent, posted and awaited
-in ever new orders. What counts is the order: the delays are of the length of the work between them.
+in ever new orders; and they go now over channels, now over process groups, now over both. What counts is the order: the
+delays are of the length of the work between them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphcomp as gc
 import graphcomp.runtime.program.executor as executor
+import graphcomp.runtime.program.transport as transport
 from graphcomp.plan import SCHEDULES
 from graphcomp.testing import VirtualStep, run_ranks
 from tests.zoo import ZOO
@@ -28,6 +30,8 @@ NUMBERS = (4, 1, 3, 2)  # microbatches of the steps in turn: more and fewer than
 LAYOUTS = {2: {"pp2": ((2,), ("pp",))}, 4: {"pp4": ((4,), ("pp",)), "pp2 x dp2": ((2, 2), ("pp", "dp"))}}
 STAGES_PER_RANK = {"interleaved-1f1b": 2}
 REPEATS = {"pp2": 200, "pp4": 120, "pp2 x dp2": 80}
+MOST_BYTES = (transport.MOST_BYTES, 0, 600)
+"""Of a message that goes over a channel: all of them, none, and some."""
 LONGEST = 0.004
 """Seconds that a step may begin late; an instruction half of it, and only now and then."""
 
@@ -89,6 +93,7 @@ def repeated(rank: int, world_size: int) -> dict[str, Any]:
             late.on, other = True, []
             for repeat in range(REPEATS[layout] // len(SCHEDULES)):
                 number = NUMBERS[repeat % len(NUMBERS)]
+                transport.MOST_BYTES = MOST_BYTES[repeat // len(NUMBERS) % len(MOST_BYTES)]
                 late.wait(LONGEST)
                 if not same(one_step(step, model, microbatches(number, data_rank)), bits[number]):
                     other.append(repeat)

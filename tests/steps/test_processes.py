@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphcomp as gc
 from graphcomp.partition.stages import Boundary
+from graphcomp.runtime.program import transport
+from graphcomp.runtime.program.channel import Channel
 from graphcomp.testing import VirtualStep, run_ranks
 from tests.zoo import ZOO
 from tests.zoo.gpt import TinyGPT
@@ -21,6 +25,8 @@ from tests.zoo.reference import reference
 MODELS = {2: ("gpt", "u_shape", "ragged_gpt"), 4: ("gpt", "tied_gpt", "u_shape")}
 """By the number of processes."""
 NUMBERS = (5, 1)  # more and fewer microbatches than stages
+WAYS = {"ProcessGroup": 0, "Channel": transport.MOST_BYTES}
+"""The most bytes of a message that goes over a channel, by what all of them go over then."""
 
 
 def plan_of(mesh: DeviceMesh, backend: Any = "eager") -> gc.Plan:
@@ -28,29 +34,39 @@ def plan_of(mesh: DeviceMesh, backend: Any = "eager") -> gc.Plan:
 
 
 class Wire:
-    """Counts what this process hands to a process group, below everything of ours."""
+    """Counts what this process hands to process groups and channels, below everything of ours. ways: where to."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, int]] = []
         self.received: list[tuple[str, int]] = []
+        self.ways: set[str] = set()
 
     def __enter__(self) -> Wire:
-        group = dist.ProcessGroup
-        self.original = vars(group)["send"], vars(group)["recv"]  # as they lie there, unbound
-
-        def send(pg: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
-            self.sent.append((str(tensors[0].dtype), tensors[0].nbytes))
-            return self.original[0].__get__(pg)(tensors, peer, tag)
-
-        def recv(pg: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
-            self.received.append((str(tensors[0].dtype), tensors[0].nbytes))
-            return self.original[1].__get__(pg)(tensors, peer, tag)
-
-        group.send, group.recv = send, recv
+        self.original = {(owner, name): vars(owner)[name] for owner, name in self.calls}  # as they lie there, unbound
+        for (owner, name), original in self.original.items():
+            setattr(owner, name, self._counting(original, owner, self.calls[owner, name]))
         return self
 
     def __exit__(self, *error: object) -> None:
-        dist.ProcessGroup.send, dist.ProcessGroup.recv = self.original
+        for (owner, name), original in self.original.items():
+            setattr(owner, name, original)
+
+    @property
+    def calls(self) -> dict[tuple[type, str], list[tuple[str, int]]]:
+        names = {dist.ProcessGroup: ("send", "recv"), Channel: ("send", "post")}
+        return {
+            (owner, one): found
+            for owner, (s, r) in names.items()
+            for one, found in ((s, self.sent), (r, self.received))
+        }
+
+    def _counting(self, original: Any, owner: type, found: list[tuple[str, int]]) -> Any:
+        def counting(way: Any, tensors: Sequence[Tensor], *given: Any) -> Any:
+            found.extend((str(one.dtype), one.nbytes) for one in tensors)
+            self.ways.add(owner.__name__)
+            return original.__get__(way)(tensors, *given)
+
+        return counting
 
 
 def numbers(result: gc.StepResult) -> dict[str, float]:
@@ -66,12 +82,14 @@ def one_model(name: str, mesh: DeviceMesh) -> dict[str, Any]:
     model = case.build()
     step = gc.compile_train_step(model, case.loss_fn, plan=plan_of(mesh))
     found: dict[str, Any] = {}
-    for number in NUMBERS:
+    for way, number in itertools.product(WAYS, NUMBERS):
         model.zero_grad()
         batches = case.microbatches(number, 2)
+        transport.MOST_BYTES = WAYS[way]
         with Wire() as wire:
             result = step(batches)
-        found[f"step {number}"] = {
+        found[f"step {number} over {way}"] = {
+            "ways": wire.ways,
             "numbers": numbers(result),
             "gradients": {key: p.grad.clone() for key, p in step.named_parameters()},
             "elsewhere": [key for key, p in model.named_parameters() if p.grad is not None],
@@ -163,10 +181,12 @@ def same(one: Tensor | None, two: Tensor | None) -> bool:
 @pytest.mark.gloo
 @EACH
 @pytest.mark.parametrize("number", NUMBERS)
-def test_processes_equal_virtual_ranks_bitwise(name: str, world_size: int, number: int) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_processes_equal_virtual_ranks_bitwise(name: str, world_size: int, number: int, way: str) -> None:
     ran = virtual(name, world_size).run(ZOO[name].microbatches(number, 2))
-    found = [rank[name][f"step {number}"] for rank in ranks(world_size)]
+    found = [rank[name][f"step {number} over {way}"] for rank in ranks(world_size)]
     for one in found:
+        assert one["ways"] == {way}
         assert one["numbers"] == numbers(ran.result)
         assert all(same(grad, ran.gradients.get(key)) for key, grad in one["gradients"].items())
         assert set(one["elsewhere"]) <= set(one["gradients"])
@@ -203,10 +223,11 @@ def sizes(boundary: Boundary, given: dict[str, int]) -> list[int]:
 @pytest.mark.gloo
 @EACH
 @pytest.mark.parametrize("number", NUMBERS)
-def test_exactly_the_planned_payloads_are_sent(name: str, world_size: int, number: int) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_exactly_the_planned_payloads_are_sent(name: str, world_size: int, number: int, way: str) -> None:
     sent, received = 0, 0
     for rank, found in enumerate(ranks(world_size)):
-        one = found[name][f"step {number}"]
+        one = found[name][f"step {number} over {way}"]
         payloads = planned(name, world_size, number, rank)
         assert sorted(size for _, size in one["sent"]) == sorted(payloads)
         assert {dtype for dtype, _ in one["sent"] + one["received"]} == {"torch.float32"}

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from graphcomp.compat.process_groups import cut_off, give_up
 from graphcomp.errors import RankFailure, error_text
 from graphcomp.runtime.failures.report import Board, Phase, Report, ranks_text
+from graphcomp.runtime.program.channel import PeerLate, PeerLost
 from graphcomp.runtime.ranks.layout import Layout
 
 LOST = (
@@ -136,6 +137,8 @@ class Failures:
             return
         if report.cause == "error":
             self._first = board.post(report)
+        for channel in (one for ends in self.layout.channels.values() for one in ends):
+            channel.close()
         with contextlib.suppress(Exception):  # what is not there any more keeps nobody waiting
             for group in self.shared():
                 _try(cut_off, group)
@@ -204,7 +207,9 @@ def notes_of(error: BaseException) -> list[str]:
 
 
 def cause_of(error: BaseException) -> Literal["error", "late", "lost"]:
-    """Whether a process group raised it because of another rank."""
+    """Whether a process group, or a channel, raised it because of another rank."""
+    if isinstance(error, PeerLate | PeerLost):
+        return "late" if isinstance(error, PeerLate) else "lost"
     if isinstance(error, RuntimeError):
         if any(text in str(error) for text in LATE):
             return "late"

@@ -1,8 +1,8 @@
-"""How messages travel between stages: over process groups, or through a dictionary within one process.
+"""How messages travel between stages: over channels and process groups, or through a dictionary within one process.
 
 A message is the ordered values of one boundary for one microbatch; each value is one payload. Both sides
-derive number, dtypes and shapes from the same program, so only the bytes travel. An empty value travels as
-one byte, so that the order of payloads never depends on sizes.
+derive number, dtypes and shapes from the same program, so only the bytes travel, and both know which way. An empty
+value travels as one byte, so that the order of payloads never depends on sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 
 from graphcomp.errors import AgreementError
+from graphcomp.runtime.program.channel import Channel, Posted
 from graphcomp.runtime.program.instructions import Edge
+
+MOST_BYTES = 64 * 1024
+"""Of a message that goes over a channel. Two of them and more are on their way in what a kernel keeps for a socket (208
+KiB on Linux), so that a sender that is one message ahead needs no thread.
+"""
 
 # What every backend sends as it is; anything else travels as its bytes.
 _PLAIN = frozenset(
@@ -94,12 +100,13 @@ def way(edge: Edge, ranks: Sequence[int] | Mapping[int, int]) -> tuple[bool, boo
 
 
 class ProcessTransport:
-    """Messages over torch.distributed.
+    """Messages over torch.distributed, and small ones on CPU over channels, where there are any.
 
     groups: two over the same ranks, one for activations and one for gradients. back: two more where a rank holds
     several stages, for activations that go to a lower rank and gradients that go to a higher one. With NCCL all that
     two ranks exchange over a group is done in one order on both; so it is of one kind and in one direction, and holds
-    up nothing else (`streams.prove`). ranks: group rank of each stage.
+    up nothing else (`streams.prove`). ranks: group rank of each stage. channels: by group rank, for `groups` and, with
+    them, for `back`: the two directions of one are the two groups, in the same order.
     """
 
     def __init__(
@@ -107,29 +114,64 @@ class ProcessTransport:
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         ranks: Sequence[int] | Mapping[int, int],
         back: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+        channels: Mapping[int, Sequence[Channel]] | None = None,
     ) -> None:
-        self.groups, self.ranks, self.back = groups, ranks, back or groups
+        self.groups, self.ranks, self.back, self.channels = groups, ranks, back or groups, channels or {}
+        self._routes: dict[tuple[Edge, int], _Route] = {}
         self.reset()
 
-    def _group(self, edge: Edge) -> dist.ProcessGroup:
-        up, back = way(edge, self.ranks)
-        return (self.back if back else self.groups)[up]
+    def _route(self, edge: Edge, stage: int) -> _Route:
+        """To the other end of an edge, a stage."""
+        found = self._routes.get((edge, stage))
+        if found is None:
+            (up, back), peer = way(edge, self.ranks), self.ranks[stage]
+            channels = self.channels.get(peer)
+            group = (self.back if back else self.groups)[up]
+            found = self._routes[edge, stage] = group, peer, None if channels is None else channels[back]
+        return found
 
     def reset(self) -> None:
         self.messages = self.bytes_sent = 0
 
-    def send(self, edge: Edge, microbatch: int | None, values: Sequence[torch.Tensor]) -> _ProcessSend:
-        group, peer = self._group(edge), self.ranks[edge.target]
+    def send(self, edge: Edge, microbatch: int | None, values: Sequence[torch.Tensor]) -> SendHandle:
+        group, peer, channel = self._route(edge, edge.target)
         payloads = [payload(value) for value in values]
+        size = sum(one.nbytes for one in payloads)
         self.messages += len(payloads)
-        self.bytes_sent += sum(one.nbytes for one in payloads)
+        self.bytes_sent += size
+        if channel is not None and _is_small(payloads, size):
+            channel.send(payloads)
+            return _SENT
         return _ProcessSend([group.send([one], peer, 0) for one in payloads], payloads)
 
     def post_receive(self, edge: Edge, microbatch: int | None, buffers: Sequence[torch.Tensor]) -> _ProcessReceive:
-        group, peer = self._group(edge), self.ranks[edge.source]
+        group, peer, channel = self._route(edge, edge.source)
         # The payload of a dense, non-empty buffer shares its memory.
         payloads = [payload(buffer) for buffer in buffers]
+        if channel is not None and _is_small(payloads, sum(one.nbytes for one in payloads)):
+            return _ProcessReceive([channel.post(payloads)], buffers, payloads)
         return _ProcessReceive([group.recv([one], peer, 0) for one in payloads], buffers, payloads)
+
+
+_Route = tuple[dist.ProcessGroup, int, Channel | None]
+"""A group, the peer's rank in it, and the channel to that peer."""
+
+
+def _is_small(payloads: Sequence[torch.Tensor], size: int) -> bool:
+    return size <= MOST_BYTES and all(one.is_cpu for one in payloads)
+
+
+class _Sent:
+    """A send that needs its memory no longer."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+_SENT = _Sent()
 
 
 @dataclass(slots=True)
@@ -147,7 +189,7 @@ class _ProcessSend:
 
 @dataclass(slots=True)
 class _ProcessReceive:
-    works: list[dist.Work]
+    works: Sequence[dist.Work | Posted]
     buffers: Sequence[torch.Tensor]
     kept: list[torch.Tensor]
 
@@ -180,24 +222,15 @@ class VirtualTransport:
         for queue in self.network.messages.values():
             queue.clear()
 
-    def send(self, edge: Edge, microbatch: int | None, values: Sequence[torch.Tensor]) -> _VirtualSend:
+    def send(self, edge: Edge, microbatch: int | None, values: Sequence[torch.Tensor]) -> SendHandle:
         dense = [value.contiguous() for value in values]
         self.messages += len(dense)
         self.bytes_sent += sum(max(1, value.nbytes) for value in dense)
         self.network.messages[edge].append((microbatch, dense))
-        return _VirtualSend()
+        return _SENT
 
     def post_receive(self, edge: Edge, microbatch: int | None, buffers: Sequence[torch.Tensor]) -> _VirtualReceive:
         return _VirtualReceive(self.network.messages[edge], edge, microbatch, buffers)
-
-
-@dataclass(slots=True)
-class _VirtualSend:
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return None
 
 
 @dataclass(slots=True)

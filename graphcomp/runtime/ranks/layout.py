@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from graphcomp.compat.blocks import joined
 from graphcomp.errors import PlanError
 from graphcomp.plan import Plan
+from graphcomp.runtime.program.channel import Channel
 from graphcomp.runtime.ranks.difference import difference
 from graphcomp.runtime.ranks.grid import Grid
+from graphcomp.runtime.ranks.meeting import connect
 from graphcomp.schedule import named_stages
 
 
@@ -26,10 +29,11 @@ class Layout:
     that hold parts of the same stages (axis `tp`).
 
     down, up: groups for activations and for gradients. down_back, up_back: where a rank holds several stages, for those
-    that go to a lower and to a higher rank. closing: of the pipeline, for the closing exchange. data: the ranks that
-    hold the same in every data rank; data_axis: what programs call it; data_mesh: the same as a mesh of one axis.
-    tensor: the tensor ranks. side: gloo, all ranks of the job, for host-side agreement. grid: of all ranks, as places
-    in `side`. None where there is nobody to talk to.
+    that go to a lower and to a higher rank. channels: to the neighbours on this machine, by their rank in the pipeline:
+    one that stands for down and up, and where there are those another for down_back and up_back. closing: of the
+    pipeline, for the closing exchange. data: the ranks that hold the same in every data rank; data_axis: what programs
+    call it; data_mesh: the same as a mesh of one axis. tensor: the tensor ranks. side: gloo, all ranks of the job, for
+    host-side agreement. grid: of all ranks, as places in `side`. None where there is nobody to talk to.
     """
 
     rank: int
@@ -39,6 +43,7 @@ class Layout:
     up: dist.ProcessGroup | None = None
     down_back: dist.ProcessGroup | None = None
     up_back: dist.ProcessGroup | None = None
+    channels: Mapping[int, Sequence[Channel]] = field(default_factory=dict)
     closing: dist.ProcessGroup | None = None
     side: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
@@ -152,14 +157,16 @@ def make_layout(plan: Plan, model: nn.Module) -> Layout:
     _require_one_plan(plan, side)
     down, up, closing = (_own_group(grid.pipelines, limit) for _ in range(3))
     down_back, up_back = (_own_group(grid.pipelines, limit) if each > 1 else None for _ in range(2))
+    ranks = grid.ranks[data_rank][tensor_rank]
     return Layout(
         rank=rank,
-        ranks=grid.ranks[data_rank][tensor_rank],
+        ranks=ranks,
         device=device,
         down=down,
         up=up,
         down_back=down_back,
         up_back=up_back,
+        channels=channels_of(rank, ranks, each, plan.deadline, side) if device.type == "cpu" else {},
         closing=closing,
         side=side,
         data=_own_group(grid.along(grid.data_axis), limit),
@@ -190,6 +197,22 @@ def _require_one_plan(plan: Plan, side: dist.ProcessGroup) -> None:
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
     if other is not None:
         raise difference(texts, 0, other)
+
+
+def channels_of(
+    rank: int, ranks: Sequence[int], each: int, deadline: float, side: dist.ProcessGroup
+) -> Mapping[int, Sequence[Channel]]:
+    """To the ranks before and after this one in the pipeline, which is a ring where each holds several stages."""
+
+    def exchange(given: Any) -> list[Any]:
+        found: list[Any] = [None] * dist.get_world_size(side)
+        dist.all_gather_object(found, given, group=side)
+        return found
+
+    beside = {(rank + by) % len(ranks) for by in (-1, 1)} - {rank}
+    places = {ranks[other]: other for other in beside}
+    found = connect(ranks[rank], sorted(places), min(each, 2), exchange) if places else {}
+    return {places[peer]: [Channel(one, peer, deadline) for one in ends] for peer, ends in found.items()}
 
 
 def _own_group(parts: Sequence[Sequence[int]], limit: timedelta) -> dist.ProcessGroup | None:

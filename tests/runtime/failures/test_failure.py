@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ from graphcomp.errors import RankFailure
 from graphcomp.runtime.failures import failure
 from graphcomp.runtime.failures.failure import Failures, Progress, cause_of
 from graphcomp.runtime.failures.report import Board, Report, ranks_text
+from graphcomp.runtime.program.channel import Channel, PeerLate, PeerLost
 from graphcomp.runtime.ranks.agreement import Agreement
 from graphcomp.runtime.ranks.layout import Layout
 from tests.runtime.sharded import alone
@@ -79,6 +82,16 @@ def test_an_error_of_this_rank_is_posted_and_gets_notes(failures: Failures) -> N
     assert failures.layout.side is not None
     with pytest.raises(RuntimeError, match="process group"):
         group_of(failures.layout.side.group_name)
+
+
+def test_channels_are_closed(failures: Failures) -> None:
+    ours, theirs = socket.socketpair()
+    channel, peer = Channel(ours, 1, 30.0), Channel(theirs, 0, 30.0)
+    failures.layout = dataclasses.replace(failures.layout, channels={1: [channel]})
+    ends(failures, ValueError("here"))
+    with pytest.raises(PeerLost):
+        peer.post([torch.zeros(1)]).wait()
+    peer.close()
 
 
 def test_without_a_place_of_its_own_it_is_what_the_rank_was_doing(failures: Failures) -> None:
@@ -191,6 +204,8 @@ def test_alone_there_is_nobody_to_tell() -> None:
         (RuntimeError("writev: Broken pipe"), "lost"),
         (RuntimeError(LATE), "late"),
         (dist.DistBackendError("NCCL error"), "lost"),
+        (PeerLost("Broken pipe, rank 1"), "lost"),
+        (PeerLate("nothing came"), "late"),
         (RuntimeError("shapes cannot be multiplied"), "error"),
         (ConnectionResetError("Connection reset by peer"), "error"),  # of the user's own sockets
         (KeyboardInterrupt(), "error"),

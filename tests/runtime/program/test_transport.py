@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +13,19 @@ import torch.distributed as dist
 from graphcomp.errors import AgreementError
 from graphcomp.ir.signature import Activation, BatchLeaf
 from graphcomp.partition.stages import Boundary
+from graphcomp.runtime.program import transport as transport_module
+from graphcomp.runtime.program.channel import Channel
 from graphcomp.runtime.program.executor import RankExecutor, run_virtual_ranks
 from graphcomp.runtime.program.instructions import Edge
 from graphcomp.runtime.program.lower import lower
-from graphcomp.runtime.program.transport import ProcessTransport, VirtualNetwork, VirtualTransport, payload
+from graphcomp.runtime.program.transport import (
+    MOST_BYTES,
+    ProcessTransport,
+    VirtualNetwork,
+    VirtualTransport,
+    payload,
+)
+from graphcomp.runtime.ranks.layout import channels_of
 from graphcomp.testing.ranks import run_ranks
 from tests.runtime.chain import WIDTH, callables_of, chain, executors_of, programs_of, run, schedule_of
 
@@ -117,6 +128,39 @@ def test_a_boundary_without_values_sends_nothing() -> None:
 Trained = tuple[dict[str, torch.Tensor], int]
 
 
+class Untouched:
+    """A process group that nothing is given to."""
+
+    def send(self, *given: Any) -> Any:
+        raise AssertionError("sent over the group")
+
+    recv = send
+
+
+@pytest.mark.parametrize(("sizes", "small"), [((MOST_BYTES,), True), ((MOST_BYTES, 1), False), ((9, 9), True)])
+def test_both_sides_know_which_way_a_message_goes(sizes: tuple[int, ...], small: bool) -> None:
+    group, ends = Untouched(), socket.socketpair()
+    channels = [Channel(end, 0, 30.0) for end in ends]
+    sender, receiver = (
+        ProcessTransport((group, group), [0, 1], channels={0: [one], 1: [one]})
+        for one in channels  # type: ignore[arg-type]
+    )
+    sent = [torch.full((size,), 7, dtype=torch.uint8) for size in sizes]
+    buffers = [torch.empty_like(value) for value in sent]
+    if small:
+        handle = sender.send(EDGE, 0, sent)
+        assert handle.done()
+        handle.wait()
+        got = receiver.post_receive(EDGE, 0, buffers).wait()
+        assert all(torch.equal(*each) for each in zip(got, sent, strict=True))
+    for call, values in ((sender.send, sent), (receiver.post_receive, buffers)) if not small else ():
+        with pytest.raises(AssertionError, match="over the group"):
+            call(EDGE, 0, values)
+    assert (sender.messages, sender.bytes_sent) == (len(sizes), sum(sizes))
+    for one in channels:
+        one.close()
+
+
 def exchange(transport: ProcessTransport, rank: int) -> list[torch.Tensor]:
     """Rank 0 sends every kind of value to rank 1, and gets one back."""
     torch.manual_seed(1)
@@ -143,17 +187,23 @@ def train(transport: ProcessTransport, rank: int, stages: int, name: str, microb
     return dict(result.gradients[rank]), result.messages
 
 
-def process(rank: int, stages: int, cases: list[tuple[str, int]]) -> tuple[list[torch.Tensor], list[Trained]]:
+def process(rank: int, stages: int, cases: list[tuple[str, int]], channels: bool) -> tuple[Any, list[Trained]]:
+    """channels: all goes over them; otherwise over the groups."""
     ranks = list(range(stages))
-    transport = ProcessTransport((dist.new_group(ranks), dist.new_group(ranks)), ranks)
+    groups = dist.new_group(ranks), dist.new_group(ranks)
+    made = channels_of(rank, ranks, 1, 60.0, dist.group.WORLD) if channels else {}
+    transport = ProcessTransport(groups, ranks, channels=made)
+    transport_module.MOST_BYTES = 1 << 60
+    assert sorted(made) == sorted({(rank + 1) % stages, (rank - 1) % stages}) * channels
     exchanged = exchange(transport, rank) if rank < 2 else []
     return exchanged, [train(transport, rank, stages, *case) for case in cases]
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("stages", "cases"), [(2, [("1f1b", 5), ("gpipe", 3), ("1f1b", 0)]), (3, [("1f1b", 4)])])
-def test_processes_equal_virtual_ranks(stages: int, cases: list[tuple[str, int]]) -> None:
-    processes = run_ranks(process, stages, stages, cases)
+@pytest.mark.parametrize("channels", [False, True], ids=["groups", "channels"])
+def test_processes_equal_virtual_ranks(stages: int, cases: list[tuple[str, int]], channels: bool) -> None:
+    processes = run_ranks(process, stages, stages, cases, channels)
     torch.manual_seed(1)
     assert processes[0][0][0].tolist() == [0.0, 1.0]
     for got, value in zip(processes[1][0], values(), strict=True):
