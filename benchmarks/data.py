@@ -1,6 +1,6 @@
 """graphcomp over data ranks against DistributedDataParallel and fully_shard: step time and memory.
 
-    python benchmarks/data.py [--case replicate|shard|regather|all] [--repeats N] [--json FILE]
+    python benchmarks/data.py [--case replicate|shard|overlap|regather|all] [--repeats N] [--json FILE]
 
 Two processes over gloo, one thread each; four microbatches of unequal token counts in a step, one loss over all of
 them. In one run and in alternation: graphcomp, and the peer once eager and once under torch.compile, each with

@@ -44,6 +44,14 @@ CONTESTS = {
             "peer, compiled": lambda: Sharded(CONFIG, compiled=True, regather=False),
         },
     ),
+    "overlap": Contest(
+        "parameters replicated, four stages on each rank, reduced beside the backward of the stages before",
+        {
+            "graphcomp": lambda: Graphcomp(CONFIG, "replicate", stages=4, schedule="gpipe"),
+            "peer, eager": lambda: Replicated(CONFIG, compiled=False),
+            "graphcomp, one stage": lambda: Graphcomp(CONFIG, "replicate"),
+        },
+    ),
     "regather": Contest(
         "parameters sharded, gathered for every forward and backward; the peer: fully_shard, reduced in the last",
         {

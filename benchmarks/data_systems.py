@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,12 +44,12 @@ class Contestant(ABC):
 
 
 class Graphcomp(Contestant):
-    """The whole model, a plan, and one call."""
+    """The whole model, a plan, and one call. options: of the plan."""
 
-    def __init__(self, config: Config, parameters: str, regather: bool = False, backend: str = "inductor") -> None:
+    def __init__(self, config: Config, parameters: str, **options: Any) -> None:
         self.model = make(config)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-        plan = gc.Plan(mesh=mesh, parameters=parameters, regather=regather, backend=backend, quiet=True)
+        plan = gc.Plan(mesh=mesh, parameters=parameters, quiet=True, **options)
         self.step = gc.compile_train_step(self.model, token_loss, plan=plan)
 
     def run(self, batches: Batches) -> Tensor:

@@ -171,23 +171,24 @@ class Plan:
     @property
     def stage_count(self) -> int:
         """The number of pipeline stages this plan asks for."""
-        if self.stages is not None:
-            return self.stages
-        if self.split is not None:
-            return len(self.split) + 1
-        ranks = self.axis("pp")
-        interleaved = self.schedule == "interleaved-1f1b" and ranks > 1
-        return ranks * (self.stages_per_rank or (2 if interleaved else 1))
+        return self._named_stages or self.axis("pp") * self.stages_on_each
 
     @property
     def stages_on_each(self) -> int:
         """How many of them a rank of the pipeline holds."""
+        named, each = self._named_stages, 2 if self.schedule == "interleaved-1f1b" else 1
         if self.stages_per_rank is not None:
             return self.stages_per_rank
-        if self.mesh is not None:
-            return self.stage_count // self.axis("pp")
-        several = self.schedule == "interleaved-1f1b" and self.stage_count > 2 and self.stage_count % 2 == 0
-        return 2 if several else 1
+        if self.mesh is None:  # as many ranks as that makes, if it makes several
+            return each if named is not None and named > each and named % each == 0 else 1
+        if named is not None:
+            return named // self.axis("pp")
+        return each if self.axis("pp") > 1 else 1
+
+    @property
+    def _named_stages(self) -> int | None:
+        """How many stages `stages` or `split` say."""
+        return self.stages if self.split is None else len(self.split) + 1
 
     @property
     def pipeline_ranks(self) -> int:

@@ -347,6 +347,7 @@ class Preparation:
             plan.bucket_bytes,
             plan.accumulate_dtype,
             self.layout.data_axis,
+            plan.pipeline_ranks,
         )
 
     def _transport(self, network: VirtualNetwork) -> Transport:

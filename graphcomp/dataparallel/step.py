@@ -21,7 +21,8 @@ class DataParallel:
     ranks: the number of data ranks. specs: every parameter, by name. homes: the stages that hold each of them.
     sharded: those of which every data rank holds some rows. reduced: those that some data rank has a gradient for, in
     this order. regather: gather parameters for every action instead of once a step. axis: what programs call
-    the data ranks.
+    the data ranks. pipeline_ranks: how many ranks hold the stages, stage s is on rank s % that; None: each is on a rank
+    of its own.
     """
 
     ranks: int
@@ -33,10 +34,20 @@ class DataParallel:
     bucket_bytes: int = 4 * 2**20
     accumulate_dtype: torch.dtype | None = None
     axis: str = "dp"
+    pipeline_ranks: int | None = None
 
     def gathered_on(self, stage: int) -> tuple[str, ...]:
-        """The sharded parameters that a stage holds, in the model's order."""
-        return tuple(name for name in self.sharded if stage in self.homes.get(name, ()))
+        """The sharded parameters that are gathered for a stage, in the model's order.
+
+        Once a step, a parameter is gathered for the lowest stage of a rank that holds it, and there for the others.
+        """
+        return tuple(name for name in self.sharded if stage in self.homes.get(name, ()) and self._first(name, stage))
+
+    def _first(self, name: str, stage: int) -> bool:
+        """Whether no lower stage of the same rank keeps this parameter gathered."""
+        if self.regather or self.pipeline_ranks is None:
+            return True
+        return not any((stage - home) % self.pipeline_ranks == 0 for home in self.homes[name] if home < stage)
 
     def reduced_on(self, stage: int) -> tuple[str, ...]:
         """The gradients that a stage reduces: of its parameters, but for those that a lower stage holds as well."""

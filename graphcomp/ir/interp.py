@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,35 @@ def boxed_callable(program: Program, groups: Mapping[str, str] | None = None) ->
     The list is emptied, so that each input, as each value in between, is freed after its last use. Sizes are
     ints. Returns the outputs in order, None where an output stands for nothing. The program may change later.
     """
+    body = _body(program, groups)
+
+    def call(box: list[Any]) -> tuple[Any, ...]:
+        with as_written():
+            return tuple(body(box))
+
+    return call
+
+
+def pausing_callable(
+    program: Program, groups: Mapping[str, str], before: Callable[[Node], bool]
+) -> Callable[[list[Any]], Generator[None, None, tuple[Any, ...]]]:
+    """The same as a generator, which stops before each call that `before` names. It returns the outputs."""
+    body = _body(program, groups, frozenset(node.name for node in program.calls() if before(node)))
+
+    def begin(box: list[Any]) -> Generator[None, None, tuple[Any, ...]]:
+        running = body(box)
+        while True:
+            with as_written():  # not while others run
+                try:
+                    next(running)
+                except StopIteration as end:
+                    return tuple(end.value)
+            yield
+
+    return begin
+
+
+def _body(program: Program, groups: Mapping[str, str] | None, pauses: Collection[str] = ()) -> Callable[..., Any]:
     graph = program.copy().graph
     if groups is not None:
         name_groups(graph, groups, f"program '{program.name}'")
@@ -51,17 +81,21 @@ def boxed_callable(program: Program, groups: Mapping[str, str] | None = None) ->
         node.target = _RUN_AS.get(node.target, node.target)
     holder = with_modules(graph)
     graph.set_codegen(_BoxedCode())
+    if pauses:
+        graph.on_generate_code(lambda _: partial(_with_pauses, names=pauses))
     module = GraphModule(holder, graph, class_name="program")
-    body = type(module).forward
-    count = len(program.inputs)
+    body, count = type(module).forward, len(program.inputs)
 
-    def call(box: list[Any]) -> tuple[Any, ...]:
+    def call(box: list[Any]) -> Any:
         if len(box) != count:
             raise VerifyError(f"program '{program.name}' takes {count} inputs", expected=count, got=len(box))
-        with as_written():
-            return tuple(body(module, box))
+        return body(module, box)
 
     return call
+
+
+def _with_pauses(code: list[str], names: Collection[str]) -> list[str]:
+    return [f"yield\n{text}" if text.partition(" ")[0] in names else text for text in code]
 
 
 def python_callable(program: Program) -> Callable[..., tuple[Any, ...]]:

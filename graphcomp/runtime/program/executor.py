@@ -94,7 +94,7 @@ class RankExecutor:
         self.collectives = sum(
             calls["unshard" if isinstance(step, Unshard) else "reduce", step.stage].collectives
             for step in program.instructions
-            if isinstance(step, Unshard | Reduce)
+            if isinstance(step, Unshard) or (isinstance(step, Reduce) and step.part == 0)
         )
         self._operations = [self._link(instruction, context) for instruction in program.instructions]
         self._spans: list[Operation] = []

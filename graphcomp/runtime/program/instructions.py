@@ -242,13 +242,18 @@ class Reduce:
     """Sum a stage's accumulated gradients over the data ranks, each in its place.
 
     gradients: accumulators, in the order of the stage's reduce program; one that this rank has nothing in counts zero.
+    part, parts: the program is run in so many parts, and this is one of them: the first begins collectives, each of the
+    others waits for its share of them, and begins more. So what stands between them overlaps.
     """
 
     stage: int
     gradients: tuple[int, ...]
+    part: int = 0
+    parts: int = 1
 
     def __str__(self) -> str:
-        return f"reduce stage {self.stage} ({_slots(self.gradients)})"
+        part = f", part {self.part + 1} of {self.parts}" if self.parts > 1 else ""
+        return f"reduce stage {self.stage}{part} ({_slots(self.gradients)})"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ looked up here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -47,7 +47,7 @@ from graphcomp.runtime.program.transport import Transport, describe
 @dataclass(slots=True)
 class State:
     """All that changes during a step. slots: messages under way. pending: slots of unfinished sends, oldest
-    first. entered: the current instruction has handed over its inputs, and waits.
+    first. entered: the current instruction has handed over its inputs, and waits. reducing: under way, in parts.
     """
 
     registers: list[Any]
@@ -59,6 +59,7 @@ class State:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     pending: deque[int] = field(default_factory=deque)
     entered: bool = False
+    reducing: Generator[None, None, Sequence[Any]] | None = None
 
 
 Callables = Mapping[tuple[int, int, RunKind], Callable[[list[Any]], Sequence[Any]]]
@@ -70,12 +71,14 @@ class StepCall:
     """A step program of a stage, made callable. inputs: shape and dtype of each.
 
     call: of one list, which it takes over and empties; None while other virtual ranks have still to come to it: then
-    it is called again, with an empty list. collectives: how many it issues.
+    it is called again, with an empty list. collectives: how many it issues. pausing: the same, as a generator that
+    stops before it waits for each of them; None for virtual ranks, which meet to run it as a whole.
     """
 
     call: Callable[[list[Any]], Sequence[Any] | None]
     inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     collectives: int
+    pausing: Callable[[list[Any]], Generator[None, None, Sequence[Any]]] | None = None
 
 
 StepCalls = Mapping[tuple[Literal["unshard", "reduce"], int], StepCall]
@@ -372,16 +375,38 @@ def _reduce(reduce: Reduce, context: Context) -> Operation:
             box.append(torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient)
         return box
 
-    def operation(state: State) -> bool:
+    def put(gradients: list[Any], results: Sequence[Any]) -> None:
+        for slot, result in zip(slots, results, strict=True):
+            gradients[slot] = result
+
+    def whole(state: State) -> bool:
         results = step_call.call([] if state.entered else take(state.gradients))
         state.entered = results is None
         if results is None:
             return True
-        for slot, result in zip(slots, results, strict=True):
-            state.gradients[slot] = result
+        put(state.gradients, results)
         return False
 
-    return operation
+    pausing, part, parts = step_call.pausing, reduce.part, reduce.parts
+    if pausing is None or parts == 1:
+        return whole if part == parts - 1 else lambda _: False
+    waits = step_call.collectives
+    begun, due = (0 if n < 0 else 1 + waits * n // (parts - 1) for n in (part - 1, part))
+
+    def one_part(state: State) -> None:
+        if part == 0:
+            state.reducing = pausing(take(state.gradients))
+        running = state.reducing
+        if running is None:
+            raise VerifyError(f"part {part + 1} of a reduction comes before its first", where=f"stage {reduce.stage}")
+        try:
+            for _ in range(begun, due):
+                next(running)
+        except StopIteration as end:
+            state.reducing = None
+            put(state.gradients, end.value)
+
+    return one_part
 
 
 def _record(record: Record) -> Operation:

@@ -28,6 +28,7 @@ from graphcomp.ir.signature import (
 from graphcomp.ir.spelling import Symbols
 from graphcomp.partition.accumulating import accumulated
 from graphcomp.partition.stages import Boundary, Partitioned
+from graphcomp.runtime.program.early import Part, early_stages, reductions
 from graphcomp.runtime.program.instructions import (
     BeginGradients,
     Bind,
@@ -124,7 +125,7 @@ class _Lowering:
     # What a stage's buffers hold now, and what they held when the forward of a microbatch began.
     buffers: dict[tuple[int, str], int] = field(default_factory=dict)
     before: dict[tuple[int, int], dict[tuple[int, str], int]] = field(default_factory=dict)
-    # Records of the last run: behind its sends, for which another rank waits.
+    # Records of the last run, and reductions: behind its sends, for which another rank waits.
     later: list[Instruction] = field(default_factory=list)
     count: int = 0
 
@@ -135,7 +136,11 @@ class _Lowering:
             for stage in self.schedule.stages_of(self.rank):
                 self.unshard(stage)
         proven = arrivals(self.schedule, self.rank, self.exists)
-        for event in arrange(self.schedule.ranks[self.rank], self.exists):
+        events = arrange(self.schedule.ranks[self.rank], self.exists)
+        stages = self.schedule.stages_of(self.rank)
+        self.early = early_stages(self.data, stages) if self.data is not None else []
+        beside, left = reductions(self.early, [event.action for event in events if event.do is Do.RUN])
+        for event in events:
             if event.do is not Do.SEND:
                 self.flush()
             match event.do:
@@ -148,8 +153,10 @@ class _Lowering:
                         self.instructions.append(FinishSend(edge[0], send.microbatch, self.slots[send]))
                 case Do.RUN:
                     self.run(event.action)
+                    self.later += [self.reduce(part) for part in beside.get(event.action, ())]
                 case Do.SEND:
                     self.send(event.action)
+        self.later += map(self.reduce, left)
         self.flush()
         self.finish()
         lasting = {bind.register for bind in self.binds if bind.microbatch is None}
@@ -284,13 +291,15 @@ class _Lowering:
         return slots
 
     def unshard(self, stage: int) -> None:
-        """Whole parameters from the shards; they live until their last use."""
-        names = self.data.gathered_on(stage) if self.data is not None else ()
-        if not names:
+        """Whole parameters from the shards; they live until their last use, in any of the rank's stages."""
+        if self.data is None or not self.data.gathered_on(stage):
             return
+        names = self.data.gathered_on(stage)
+        users = (stage,) if self.data.regather else self.schedule.stages_of(self.rank)
         shards = tuple(self.bound((Shard(name),), Shard(name)) for name in names)
         whole = tuple(self.new() for _ in names)
-        self.registers |= {(stage, Param(name)): register for name, register in zip(names, whole, strict=True)}
+        for name, register in zip(names, whole, strict=True):
+            self.registers |= {(user, Param(name)): register for user in users if user in self.data.homes[name]}
         self.instructions.append(Unshard(stage, shards, whole))
 
     def argument(self, role: Role, action: Action) -> int:
@@ -334,15 +343,15 @@ class _Lowering:
         lowering = SharedLowering(self.rank, self.schedule, self.gradients, self.new, self.slot)
         for one in shared:
             self.instructions += lowering.gather_shares(one)
-        for stage in self.schedule.stages_of(self.rank) if self.data is not None else ():
-            self.reduce(stage)
+        for stage in self.schedule.stages_of(self.rank):
+            if self.data is not None and self.data.reduced_on(stage) and stage not in self.early:
+                self.instructions.append(self.reduce(Part(stage)))
         for one in shared:
             self.instructions += lowering.spread_sum(one)
         if any(isinstance(step, Send) for step in self.instructions) or any(one.crosses for one in shared):
             self.instructions.append(FinishSends())
 
-    def reduce(self, stage: int) -> None:
-        names = self.data.reduced_on(stage) if self.data is not None else ()
-        if names:
-            slots = tuple(self.gradients.setdefault((stage, name), len(self.gradients)) for name in names)
-            self.instructions.append(Reduce(stage, slots))
+    def reduce(self, part: Part) -> Reduce:
+        names = self.data.reduced_on(part.stage) if self.data is not None else ()
+        slots = tuple(self.gradients.setdefault((part.stage, name), len(self.gradients)) for name in names)
+        return Reduce(part.stage, slots, part.number, part.count)

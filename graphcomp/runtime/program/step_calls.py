@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from graphcomp.dataparallel.build import collectives_of
 from graphcomp.dataparallel.in_place import reduce_in_place
 from graphcomp.dataparallel.step import DataParallel
 from graphcomp.ir import meta
-from graphcomp.ir.interp import boxed_callable
+from graphcomp.ir.collective_calls import is_wait
+from graphcomp.ir.interp import boxed_callable, pausing_callable
 from graphcomp.ir.lockstep import lockstep
 from graphcomp.ir.program import Program
 from graphcomp.runtime.program.link import StepCall, StepCalls
@@ -19,8 +20,7 @@ from graphcomp.runtime.program.link import StepCall, StepCalls
 def process_calls(data: DataParallel, stages: Iterable[int], group: str) -> StepCalls:
     """The step programs of these stages on this process. group: the name of the process group over the data ranks."""
     return {
-        key: _step_call(program, boxed_callable(reduce_in_place(program), {data.axis: group}))
-        for key, program in _programs(data, stages)
+        key: _process_call(reduce_in_place(program), {data.axis: group}) for key, program in _programs(data, stages)
     }
 
 
@@ -46,6 +46,11 @@ def _programs(
     for stage in stages:
         found += [(("unshard", stage), data.unshard_program(stage)), (("reduce", stage), data.reduce_program(stage))]
     return [(key, program) for key, program in found if program is not None]
+
+
+def _process_call(program: Program, groups: Mapping[str, str]) -> StepCall:
+    call = _step_call(program, boxed_callable(program, groups))
+    return replace(call, pausing=pausing_callable(program, groups, is_wait) if call.collectives else None)
 
 
 def _step_call(program: Program, call: Any) -> StepCall:
