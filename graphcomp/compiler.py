@@ -6,7 +6,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -46,7 +46,7 @@ from graphcomp.passes.seeded_random import SeededRandom
 from graphcomp.plan import Plan
 from graphcomp.progress import Progress
 from graphcomp.runtime.program.instructions import RankProgram, RunKind
-from graphcomp.runtime.program.lower import exists, lower
+from graphcomp.runtime.program.lower import lower
 from graphcomp.runtime.program.streams import prove
 from graphcomp.schedule import Schedule
 
@@ -231,9 +231,10 @@ class GraphCompiler:
         """
         given = partitioned or [self.partition(outputs=outputs)] * self.plan.stage_count
         schedule = self.schedule(given)
-        prove(schedule, partial(exists, given))
-        ranks = range(len(schedule.ranks)) if rank is None else [rank]
-        return RankPrograms(schedule, tuple(lower(given, schedule, one, outputs, data) for one in ranks))
+        ranks = range(len(schedule.ranks))
+        programs = tuple(lower(given, schedule, one, outputs, data) for one in ranks)
+        prove(programs, schedule.placement)
+        return RankPrograms(schedule, programs if rank is None else (programs[rank],))
 
     def compile(
         self,
