@@ -202,3 +202,23 @@ def test_missing_input_is_named() -> None:
 def test_wrong_number_of_inputs() -> None:
     with pytest.raises(VerifyError, match="takes 1 inputs"):
         interp.python_callable(chain())()
+
+
+def test_a_pausing_program_stops_where_it_is_told_and_lets_go_of_what_is_done() -> None:
+    program = training_step()
+    inputs = inputs_of(program, 5)
+    products = [node for node in program.calls() if node.target is aten.mm.default]
+    assert len(products) == 2
+    begin = interp.pausing_callable(program, {}, products.__contains__)
+    box = interp.ordered(program, inputs)
+    with torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
+        running = begin(box)
+        assert box, "nothing runs before it is asked for"
+        for _ in products:
+            next(running)
+            assert not box and torch.is_grad_enabled() and torch.is_autocast_enabled("cpu"), "others run as before"
+        with pytest.raises(StopIteration) as end:
+            next(running)
+    expected = interp.run(program, inputs).values()
+    for result, value in zip(end.value.value, expected, strict=True):
+        assert result is value or torch.equal(torch.as_tensor(result), torch.as_tensor(value))
