@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -191,6 +192,7 @@ def _main(
 ) -> None:
     """What a process does."""
     _end_with_parent()
+    gc.freeze()  # what was copied stays: the collector need not look through it again and again
     random.seed()  # a copy begins with the state of its original, and with its environment
     os.environ.clear()
     os.environ.update(environment)
