@@ -90,8 +90,11 @@ def unsqueeze(rules: RowRules, node: Node) -> Step:
 def squeeze(rules: RowRules, node: Node) -> Step:
     source, rows = rules.first(node)
     (dim,) = dimensions(given_of(node)["dim"], len(rules.shape(source)))
-    if dim < rows.lead:
-        raise Mixes("it takes away a dimension of the rows")
+    if dim < rows.lead:  # which has one element, or it would stay
+        fewer = len(rules.shape(source)) - len(rules.shape(node))
+        if fewer == rows.lead:
+            raise Mixes("it takes away the dimension of the rows")
+        return Step(replace(rows, lead=rows.lead - fewer), None, (source,))
     return Step(rows, aten.squeeze.dim, (source, dim - rows.lead + 1))
 
 
@@ -189,6 +192,8 @@ def nll_backward(rules: RowRules, node: Node) -> Step:
         raise Mixes("it is the backward of a mean")
     if reduction == 0:
         gradient = labels_of(rules, gradient, source, rows)
+    elif gradient in rules.states:
+        raise Mixes("it takes a sum over all rows")
     # The sum of weights is not looked at unless it is a mean.
     args = (gradient, source, labels_of(rules, target, source, rows), weight, reduction, ignored, weights)
     return Step(rows, node.target, args)
