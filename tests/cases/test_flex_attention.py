@@ -27,7 +27,10 @@ BLOCK = 16
 
 
 class Documents(TinyGPT):
-    """The decoder over rows of documents, each of which sees only itself."""
+    """The decoder, with two blocks, over rows of documents, each of which sees only itself."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=2)
 
     def forward(self, tokens: Tensor, document: Tensor, positions: Tensor) -> Tensor:
         mask = self.mask(document)
@@ -70,7 +73,7 @@ class Biased(Documents):
     def __init__(self) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.randn(4, 64))
-        self.scales, self.power = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(()))
+        self.scales, self.power = nn.Parameter(torch.randn(2)), nn.Parameter(torch.randn(()))
 
     def forward(self, tokens: Tensor, document: Tensor, positions: Tensor) -> Tensor:
         mask = self.mask(document)
@@ -133,7 +136,7 @@ def batches_of(microbatches: Sequence[Rows] = MICROBATCHES) -> list[dict[str, Te
 
 def alone(model: nn.Module, microbatches: Sequence[Rows]) -> tuple[Tensor, dict[str, Tensor]]:
     """Eager: the plain decoder, with is_causal, on one document at a time."""
-    plain = TinyGPT().double()
+    plain = TinyGPT(blocks=2).double()
     plain.load_state_dict(model.state_dict())
     batches = batches_of(microbatches)
     count = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)

@@ -241,8 +241,8 @@ def refused(mesh: DeviceMesh) -> list[str]:
 
 
 def over_data_ranks(rank: int) -> Any:
-    found = run(rank, {"dp": 2, "tp": 2}, False, False)
-    rows = run(rank, {"dp": 2, "tp": 2}, False, False, parameters=("replicate", "shard"))
+    found = run(rank, {"dp": 2, "tp": 2}, False, False, blocks=1)
+    rows = run(rank, {"dp": 2, "tp": 2}, False, False, blocks=1, parameters=("replicate", "shard"))
     return found, rows, refused(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
 
 
@@ -253,8 +253,8 @@ def test_over_data_ranks() -> None:
     What the optimizer holds by then is split with the parameters.
     """
     found = run_ranks(over_data_ranks, 4)
-    compare([steps for steps, _, _ in found])
-    compare([steps for _, steps, _ in found])
+    compare([steps for steps, _, _ in found], blocks=1)
+    compare([steps for _, steps, _ in found], blocks=1)
     for _, _, (plain, sizes, output) in found:
         assert "'norm.weight', a plain tensor and so the same on all tensor ranks: checksum" in plain
         assert "sizes [2" in sizes and "sizes [4" in sizes

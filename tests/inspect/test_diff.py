@@ -60,15 +60,15 @@ def test_the_first_node_with_another_value_is_named_with_module_and_line() -> No
     given = inputs_of(joint, model, batch)
     assert first_difference(joint.program, given, given) is None
     with torch.no_grad():
-        model.blocks[2].mlp[0].bias[3] += 0.5
+        model.blocks[1].mlp[0].bias[3] += 0.5
     changed = inputs_of(joint, model, batch)
-    given[role.Param("blocks.2.mlp.0.bias")] = changed[role.Param("blocks.2.mlp.0.bias")].clone()
-    given[role.Param("blocks.2.mlp.0.bias")][3] -= 0.5
+    given[role.Param("blocks.1.mlp.0.bias")] = changed[role.Param("blocks.1.mlp.0.bias")].clone()
+    given[role.Param("blocks.1.mlp.0.bias")][3] -= 0.5
     found = first_difference(joint.program, given, changed)
-    assert found is not None and found.node == "%blocks_2_mlp_0_bias"
+    assert found is not None and found.node == "%blocks_1_mlp_0_bias"
     values = {n.name: v for n, v in interp.trace_values(joint.program, changed) if n.op == "call_function"}
     found = first_difference(joint.program, given, values)
-    assert found is not None and (found.module, round(found.largest, 6)) == ("blocks.2.mlp.0", 0.5)
+    assert found is not None and (found.module, round(found.largest, 6)) == ("blocks.1.mlp.0", 0.5)
     assert "gpt.py:" in str(found) and "largest difference 0.5 in float32[32, 128]" in str(found)
     assert first_difference(joint.program, given, values, atol=100.0) is None
 

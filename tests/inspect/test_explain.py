@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,10 +18,14 @@ from graphcomp.partition import partition
 from graphcomp.testing import VirtualStep
 from tests.partition.running import joint_of
 from tests.zoo import ZOO
+from tests.zoo.tied_gpt import TiedGPT
+
+CASES = {**ZOO, "tied_gpt": replace(ZOO["tied_gpt"], make_model=partial(TiedGPT, blocks=4))}
+"""With several blocks on a stage, whose names are put together."""
 
 
 def text(name: str, stages: int, microbatches: int = 4, schedule: str = "1f1b") -> str:
-    case = ZOO[name]
+    case = CASES[name]
     model, plan = case.build(), gc.Plan(stages=stages, schedule=schedule)
     cut = partition(joint_of(model, case.loss_fn, case.microbatches(1)[0]), stages)
     return explain(cut, plan, gc.GraphCompiler(model, case.loss_fn, plan).schedule([cut] * microbatches))
@@ -27,7 +33,7 @@ def text(name: str, stages: int, microbatches: int = 4, schedule: str = "1f1b") 
 
 def over_data_ranks(name: str, stages: int, counts: tuple[int, ...], **options: Any) -> tuple[list[str], Ran]:
     """The text of every data rank, and a step."""
-    case = ZOO[name]
+    case = CASES[name]
     plan = gc.Plan(stages=stages, backend="eager", quiet=True, **options)
     step = VirtualStep(case.build(), case.loss_fn, plan=plan, data_ranks=len(counts))
     given = [case.microbatches(count) for count in counts]
@@ -91,17 +97,17 @@ class TestText(TestCase):
             section(texts[0], "data ranks"),
             """\
   2, parameters replicated, collectives of up to 4.0 MiB
-           program  collective  tensors  elements      bytes  calls  times a step
-  stage 0  reduce   all_reduce       12    12.7 K   99.2 KiB      1             1
-  stage 1  reduce   all_reduce       15    14.8 K  115.8 KiB      1             1
+           program  collective  tensors  elements     bytes  calls  times a step
+  stage 0  reduce   all_reduce        6     4.3 K  33.5 KiB      1             1
+  stage 1  reduce   all_reduce        9    10.5 K  82.2 KiB      1             1
 """,
         )
         self.assertExpectedInline(
             section(texts[0], "predicted"),
             """\
           bubble  in flight  parameters  gradients     saved  peak memory
-  rank 0  40.9 %          1   164.9 KiB   99.2 KiB  49.0 KiB    313.1 KiB
-  rank 1  59.1 %          1    57.9 KiB  115.8 KiB  65.3 KiB    238.9 KiB
+  rank 0  50.8 %          1    82.4 KiB   33.5 KiB  24.8 KiB    140.6 KiB
+  rank 1  49.2 %          1    41.1 KiB   82.2 KiB  40.5 KiB    163.9 KiB
 """,
         )
 

@@ -303,6 +303,6 @@ def test_no_tuple_and_no_number_crosses() -> None:
 
 def test_a_cut_inside_a_block() -> None:
     case = ZOO["gpt"]
-    cut = check(case.build(), case.loss_fn, case.microbatches(2), split=["blocks.1.mlp.2", "blocks.3.norm2"])
+    cut = check(case.build(), case.loss_fn, case.microbatches(2), split=["blocks.0.mlp.2", "blocks.1.norm2"])
     assert carried(cut)[0] == [2, 1]  # the residual beside the wide value; the residual alone
     assert {v.shape[-1] for v in cut.forward_boundaries[0].values} == {32, 128}

@@ -152,9 +152,9 @@ def on_rank(rank: int, layout: str) -> dict[str, Any]:
     odd = rank == dist.get_world_size() - 1
     with shared_captures():
         found: dict[str, Any] = {mode: steps(mesh, mode) for mode in ("replicate", "shard", "regather")}
+        for mode in ("replicate", "shard"):
+            found[f"models {mode}"] = models(mesh, mode, mesh["dp"].get_local_rank() == 1)
     found["plans"] = plans(mesh, odd)
-    for mode in ("replicate", "shard"):
-        found[f"models {mode}"] = models(mesh, mode, mesh["dp"].get_local_rank() == 1)
     return found
 
 

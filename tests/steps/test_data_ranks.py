@@ -216,11 +216,11 @@ run 0F0
 send 0>1 of microbatch 0
 wait 1>0 of microbatch 0
 finish send 0>1 of microbatch 0
-begin g0-g25
-run 0B0 adding to g0-g25
+begin g0-g13
+run 0B0 adding to g0-g13
 post 1>0
 wait 1>0
-add g0 += %86
+add g0 += %48
 reduce stage 0
 send 0>1
 finish sends""",
@@ -238,11 +238,11 @@ send 0>1 of microbatch 0
 wait 1>0 of microbatch 0
 finish send 0>1 of microbatch 0
 unshard stage 0
-begin g0-g25
-run 0B0 adding to g0-g25
+begin g0-g13
+run 0B0 adding to g0-g13
 post 1>0
 wait 1>0
-add g0 += %112
+add g0 += %62
 reduce stage 0
 send 0>1
 finish sends""",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from tests.zoo.case import Case
-from tests.zoo.gpt import TinyGPT, loss_fn, make
+from tests.zoo.gpt import BLOCKS, TinyGPT, loss_fn, make
 
 
 class HalfFrozenGPT(TinyGPT):
-    def __init__(self) -> None:
-        super().__init__()
-        for part in (self.embed, self.positions, *self.blocks[:2]):
+    def __init__(self, blocks: int = BLOCKS) -> None:
+        super().__init__(blocks=blocks)
+        for part in (self.embed, self.positions, *self.blocks[: blocks // 2]):
             part.requires_grad_(False)
 
 

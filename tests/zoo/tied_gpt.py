@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tests.zoo.case import Case
-from tests.zoo.gpt import TinyGPT, loss_fn, make
+from tests.zoo.gpt import BLOCKS, TinyGPT, loss_fn, make
 
 
 class TiedGPT(TinyGPT):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, blocks: int = BLOCKS) -> None:
+        super().__init__(blocks=blocks)
         self.head.weight = self.embed.weight
 
 

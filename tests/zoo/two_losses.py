@@ -12,15 +12,15 @@ from tests.zoo.case import Case
 
 class TwoHeads(gpt.TinyGPT):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(blocks=gpt.BLOCKS)
         self.value = nn.Linear(32, 1)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         x = self.embed(tokens) + self.positions.weight[: tokens.shape[1]]
-        for block in self.blocks[:2]:
+        for block in self.blocks[: gpt.BLOCKS // 2]:
             x = block(x)
         values = self.value(x).squeeze(-1)
-        for block in self.blocks[2:]:
+        for block in self.blocks[gpt.BLOCKS // 2 :]:
             x = block(x)
         return self.head(self.norm(x)), values
 
