@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 from graphcomp.testing import run_ranks
@@ -51,8 +50,12 @@ def _script(rank: int, name: str, processes: int, options: tuple[str, ...], port
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE=str(processes))
     sys.argv = [name, *options]
     sys.path.insert(0, str(EXAMPLES))
-    with watching() as seen, pytest.raises(SystemExit) as left:
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    if left.value.code:
-        raise RuntimeError(f"{name} left with {left.value.code}")
+    left = None
+    with watching() as seen:
+        try:
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        except SystemExit as end:
+            left = end.code
+    if left:
+        raise RuntimeError(f"{name} left with {left}")
     return seen()

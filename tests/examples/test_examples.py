@@ -169,8 +169,9 @@ def test_pretrained(shown: Shown) -> None:
 
 
 @pytest.mark.gloo
-def test_tensor_parallel(tmp_path: Path) -> None:
-    text = run("07_tensor_parallel.py", cwd=tmp_path)
+def test_tensor_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text, *_ = run_script("07_tensor_parallel.py", 4, watching=showing)
     assert "tensor ranks: the same microbatches" in text and "step 4: loss" in text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from graphcomp.testing import run_virtual
 from tests.faults.model import ARMED, WIDTH, Chain, Trap, batches, loss_fn
 from tests.faults.processes import run
 from tests.faults.rows import ROWS, Row
+from tests.sharing import shared_captures
 
 pytestmark = pytest.mark.gloo
 
@@ -103,7 +105,10 @@ def run_row(rank: int, row: Row) -> dict[str, Any]:
 def run_rows(rank: int, rows: list[Row]) -> list[dict[str, Any]]:
     """All in the same processes, and a good step at the end."""
     ARMED.install()
-    found = [run_row(rank, row) for row in rows]
+    found = []
+    for row in rows:
+        with nullcontext() if row.place == "trace" else shared_captures():  # what is captured already is not traced
+            found.append(run_row(rank, row))
     if rows[-1].what != "kill":
         found.append({"good": float(new_step(rows[-1], Chain(rows[-1].pp, rows[-1].dp == 1))(batches()).loss)})
     return found
