@@ -89,7 +89,8 @@ class _StageFacts:
         self.parameters = sum(_elements(node) for node in weights.values())
         self.parameter_bytes = sum(size_bytes(node) for node in weights.values())
         sharded = {} if data is None else {name: of for name, of in data.sharded.items() if name in weights}
-        self.gathered_bytes = bytes_of(of.spec for of in sharded.values())
+        gathered = () if data is None else data.gathered_on(stage.index)
+        self.gathered_bytes = bytes_of(sharded[name].spec for name in gathered if name in sharded)
         rows = {name: bytes_of([replace(of.spec, shape=of.padded)]) for name, of in sharded.items()}
         self.held = {name: size_bytes(node) for name, node in weights.items()} | rows
         trained = {what.name for program in stage.programs for what in program.outputs if isinstance(what, role.Grad)}
