@@ -1,7 +1,7 @@
 # All happens in .venv, made on first use with the first Python >= 3.11 found (or: make PYTHON=path).
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-wide test-null lint format types gallery bench clean distclean
+.PHONY: help env demo test test-wide test-null coverage lint format types gallery bench clean distclean
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -9,6 +9,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TYPED := build/typed
+# What a training step's program passes through, and what executes it: each part alone has to be covered.
+COVERED := graphcomp/compiler.py graphcomp/losses.py 'passes/*' \
+	$(patsubst %,'graphcomp/%/*',capture compat ir schedule collectives partition dataparallel backend runtime)
 # Three workers for the two cores that this project plans for: real processes wait for each other much of the time. The
 # tests of a file share what they start and compute.
 # Files are dealt in the order that tests/conftest.py gives them, not by their numbers of tests.
@@ -42,6 +45,13 @@ test-wide: lint types ## lint, types, then every test: all of each matrix of whi
 test-null: $(STAMP) ## only the tests that need no process group, no compiler and no device
 	@$(BIN)/python -m pytest -m "not wide and not gloo and not inductor and not cuda" $(PYTEST_ARGS)
 
+coverage: $(STAMP) ## line coverage of each part of the compiler; fails where one is under 95 %
+	@$(BIN)/coverage erase
+	@$(BIN)/coverage run -m pytest -m "not wide" $(PYTEST_ARGS)
+	@$(BIN)/coverage combine -q
+	@failed=0; for part in $(COVERED); do echo "== $$part"; \
+		$(BIN)/coverage report --include="$$part" --fail-under=95 || failed=1; done; exit $$failed
+
 lint: $(STAMP) ## ruff: rules and format
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check . ; exit 1; }
@@ -67,7 +77,7 @@ bench: $(STAMP) ## step time, memory and compile time against torch's own pipeli
 	@$(BIN)/python benchmarks/overhead.py
 
 clean: ## remove build outputs, caches and run folders
-	@rm -rf build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf build dist runs .coverage* *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
