@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -144,11 +144,10 @@ class Preparation:
                 to_shard = sharding_text(self.compiler.model, self.layout.data_mesh)
         except Exception as error:
             failure = error
-        conditions = {number: one.joint.sizes.conditions for number, one in one_of_each.items()}
+        # Copies: what is compiled of them cannot be sent.
+        sizes = {number: replace(one.joint.sizes) for number, one in one_of_each.items()}
         contributions = [one.own for one in made.values()]
-        shared = self.agreement.share(
-            wire, failure, "prepare the step", grid.pipelines, more=(conditions, contributions)
-        )
+        shared = self.agreement.share(wire, failure, "prepare the step", grid.pipelines, more=(sizes, contributions))
         if failure is not None:
             raise failure
         if self.layout.tensor is not None and not self._begun:
@@ -158,7 +157,7 @@ class Preparation:
         self.agreement.alike({f"parameters of {place}": to_shard})
         for theirs, _ in shared[self.layout.data_rank if len(shared) > 1 else 0]:
             for number, one in one_of_each.items():
-                self.compiler.add_conditions(one, theirs[number])
+                self.compiler.add_conditions(one, one.joint.sizes.conditions_of(theirs[number]))
         for members in shared:
             for _, contribution_of_each in members:
                 self._contributions |= {one.number: one for one in contribution_of_each}

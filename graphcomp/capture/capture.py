@@ -47,6 +47,7 @@ from graphcomp.compat.symbols import (
 )
 from graphcomp.compat.tensor_parallel import forget_meshes, part_like, whole
 from graphcomp.compat.tracing import swapped_state, trace
+from graphcomp.compat.uneven import parts_of_any_size
 from graphcomp.errors import CaptureError, LossError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
@@ -128,7 +129,7 @@ def capture(
                     _differentiate(objective, inputs, labels, results)
         return results.values
 
-    with _TRACING, unchanged_model(model), explained(model, labels), mode, knowing_splits():
+    with _TRACING, unchanged_model(model), explained(model, labels), mode, knowing_splits(), parts_of_any_size():
         module = trace(function, (state.fakes, list(leaves.values())), is_user_file)
         require_functional(module.graph)
     roles = [*state.roles, *(role.BatchLeaf(path) for path in leaves)]

@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.fx import Node
 
-from graphcomp.capture.uneven import check_even
 from graphcomp.capture.userfiles import is_user_file
 from graphcomp.compat.tensor_parallel import loss_parallel_is_on
 from graphcomp.compat.tracing import next_sequence_number, observe_nodes, sequence_number
@@ -70,7 +69,6 @@ class Labels:
         backward = self.phase is Phase.BACKWARD
         # A custom autograd Function takes its number before its forward runs, hence "the last one given".
         node.meta[_SEQUENCE] = self.sequence if backward else next_sequence_number() - 1
-        check_even(node, sys._getframe(2), self.module)
         if not backward:  # what records no autograd node has the last one's number: the first one decides
             self.parallel.setdefault(node.meta[_SEQUENCE], loss_parallel_is_on())
         if self.role is not None:

@@ -16,8 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+
+from graphcomp.compat.replaced import replaced
 
 CONCRETE = frozenset(
     {
@@ -54,15 +57,31 @@ _MISSING: dict[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def whole_numbers() -> Iterator[None]:
-    """Within, symbolic sizes can do all that ints can."""
+    """Within, symbolic sizes can do all that ints can, and one that has turned out to be a number goes as one."""
     added = [name for name in _MISSING if not hasattr(torch.SymInt, name)]
     for name in added:
         setattr(torch.SymInt, name, _MISSING[name])
     try:
-        yield
+        with replaced((proxy_tensor, "_compute_proxy", _computed(proxy_tensor._compute_proxy))):
+            yield
     finally:
         for name in added:
             delattr(torch.SymInt, name)
+
+
+def _computed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The tracer's way to make a node of a number that is computed. It knows no node of a number that is a constant by
+    now, such as the last size of a view of sizes (n * 1, -1)."""
+
+    def known(number: Any) -> Any:
+        if isinstance(number, tuple | list):
+            return type(number)(map(known, number))
+        return int(number) if isinstance(number, torch.SymInt) and number.node.expr.is_Integer else number
+
+    def computed(tracer: Any, func: Any, args: Any, out: Any) -> Any:
+        return original(tracer, func, known(args), out)
+
+    return computed
 
 
 @contextlib.contextmanager

@@ -1,19 +1,16 @@
 """Parameters of which every tensor rank holds a part (axis `tp`): DTensors, as `parallelize_module` makes them.
 
-Whether `loss_parallel` is on has no public name, nor has what torch keeps of operators on DTensors, nor what makes
-parts of different sizes equal.
+Whether `loss_parallel` is on has no public name, nor has what torch keeps of operators on DTensors.
 """
 
 from __future__ import annotations
 
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._collective_utils import pad_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel.loss import customized_loss_ops
 
@@ -96,13 +93,6 @@ def loss_parallel_is_on() -> bool:
     """Whether code runs in `torch.distributed.tensor.parallel.loss_parallel`, which replaces operators for a while."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     return all(handlers.get(operator) is own for operator, own in customized_loss_ops.items())
-
-
-def fills_up(frame: FrameType | None) -> bool:
-    """Whether a DTensor's code runs that fills a part up to the size of the others; nothing else marks what it does."""
-    while frame is not None and frame.f_code is not pad_tensor.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 def parts(model: nn.Module) -> dict[str, Any]:

@@ -83,6 +83,14 @@ class Sizes:
         """The same sizes under further conditions, such as those a compiler adds."""
         return Sizes(self.symbols, self.shapes, tuple(dict.fromkeys((*self.conditions, *more))))
 
+    def conditions_of(self, other: Sizes) -> tuple[Any, ...]:
+        """Another rank's conditions on the same microbatch, over the symbols here: of sizes that are equal by what a
+        program does, ranks may have kept different ones."""
+        here = {name: sympy.sympify(self.shapes[path][dim]) for name, (path, dim) in other.symbols.items()}
+        return tuple(
+            each.xreplace({symbol: here[str(symbol)] for symbol in each.free_symbols}) for each in other.conditions
+        )
+
     @cached_property
     def _fits(self) -> Callable[..., bool]:
         """Of all sizes of a microbatch, in the order of `shapes`, and those that the symbols are."""

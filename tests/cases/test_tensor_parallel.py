@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ import graphcomp as gc
 from graphcomp.errors import AgreementError, StepError
 from graphcomp.testing import run_ranks
 
-WIDTH, HEADS, CLASSES = 8, 4, 12
-SHAPES = ((4, 6), (2, 4))  # of the microbatches
+WIDTH, HEADS, CLASSES, INNER = 8, 4, 12, 24
+Shapes = Sequence[tuple[int, int]]  # of the microbatches
+SHAPES: Shapes = ((4, 6), (2, 4))
 
 
 class Attention(nn.Module):
@@ -42,18 +44,18 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inner: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inner: int) -> None:
         super().__init__()
-        self.norm1, self.attn, self.norm2, self.mlp = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH), MLP()
+        self.norm1, self.attn, self.norm2, self.mlp = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH), MLP(inner)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))
@@ -61,10 +63,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, inner: int) -> None:
         super().__init__()
         self.embed, self.norm = nn.Embedding(CLASSES, WIDTH), nn.LayerNorm(WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(inner) for _ in range(blocks))
         self.head = nn.Linear(WIDTH, CLASSES, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -74,9 +76,9 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def build(blocks: int = 2) -> GPT:
+def build(blocks: int = 2, inner: int = INNER) -> GPT:
     torch.manual_seed(0)
-    return GPT(blocks).double()
+    return GPT(blocks, inner).double()
 
 
 def laid_out(
@@ -110,9 +112,9 @@ def loss_fn(logits: Tensor, batch: Any) -> Any:
     return gc.token_loss(logits, batch["labels"])
 
 
-def batch_of(number: int) -> dict[str, Tensor]:
+def batch_of(number: int, shapes: Shapes = SHAPES) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(number)
-    tokens, labels = torch.randint(CLASSES, (2, *SHAPES[number]), generator=generator)
+    tokens, labels = torch.randint(CLASSES, (2, *shapes[number]), generator=generator)
     labels[0, : 2 + number] = -100
     return {"tokens": tokens, "labels": labels}
 
@@ -133,9 +135,9 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def reference(blocks: int) -> list[tuple[float, float, dict[str, Tensor]]]:
-    model = build(blocks)
-    batches = [batch_of(number) for number in range(len(SHAPES))]
+def reference(blocks: int, shapes: Shapes, inner: int) -> list[tuple[float, float, dict[str, Tensor]]]:
+    model = build(blocks, inner)
+    batches = [batch_of(number, shapes) for number in range(len(shapes))]
 
     def step() -> Any:
         losses = [loss_fn(model(batch["tokens"]), batch) for batch in batches]
@@ -154,18 +156,20 @@ def run(
     blocks: int = 2,
     backend: Any = "eager",
     parameters: Sequence[Any] = ("replicate",),
+    shapes: Shapes = SHAPES,
+    inner: int = INNER,
 ) -> Any:
     """parameters: how data ranks hold them, in the first step and in the next."""
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    model = laid_out(mesh["tp"], sequence, classes, blocks)
+    model = laid_out(mesh["tp"], sequence, classes, blocks, partial(build, inner=inner))
     plans = [gc.Plan(mesh=mesh, backend=backend, parameters=one, quiet=True, deadline=60.0) for one in parameters]
     steps = [gc.compile_train_step(model, loss_fn, plan=plan) for plan in plans]
     left = iter([steps[0], steps[-1]])
-    numbers = range(len(SHAPES)) if "dp" not in axes else [mesh.get_local_rank("dp")]
+    numbers = range(len(shapes)) if "dp" not in axes else [mesh.get_local_rank("dp")]
 
     def step() -> Any:
         compiled = next(left)
-        loss = compiled([batch_of(number) for number in numbers]).loss.item()
+        loss = compiled([batch_of(number, shapes) for number in numbers]).loss.item()
         return loss, gc.clip_grad_norm_(compiled, 0.5).item(), compiled.named_parameters
 
     found = train(model, step)
@@ -176,10 +180,10 @@ def run(
     return found, steps[-1].explain(), steps[-1].stats.traces
 
 
-def compare(found: list[Any], blocks: int = 2) -> None:
-    expected, seen = reference(blocks), set()
+def compare(found: list[Any], blocks: int = 2, shapes: Shapes = SHAPES, inner: int = INNER, programs: int = 1) -> None:
+    expected, seen = reference(blocks, shapes, inner), set()
     for steps, explained, traced in found:
-        assert traced == 1 and "tensor ranks" in explained
+        assert traced == programs and "tensor ranks" in explained
         for (loss, norm, gradients), (true_loss, true_norm, true_gradients) in zip(steps, expected, strict=True):
             assert (loss, norm) == (pytest.approx(true_loss, rel=1e-9), pytest.approx(true_norm, rel=1e-9))
             for name, gradient in gradients.items():
@@ -190,13 +194,17 @@ def compare(found: list[Any], blocks: int = 2) -> None:
 
 @pytest.mark.gloo
 @pytest.mark.inductor
-def test_compiled() -> None:
-    compare(run_ranks(run, 2, {"tp": 2}, False, True, 1, "inductor"), blocks=1)
+def test_compiled_where_no_size_divides() -> None:
+    """Neither lengths nor the inner size of the perceptron."""
+    sizes = {"shapes": ((4, 5), (2, 7)), "inner": 25}
+    compare(run_ranks(partial(run, **sizes), 2, {"tp": 2}, True, True, 1, "inductor"), blocks=1, **sizes)
 
 
 @pytest.mark.gloo
 def test_cut_with_parts_of_sequences_and_classes() -> None:
-    compare(run_ranks(run, 4, {"pp": 2, "tp": 2}, True, True))
+    """Of any length: one that divides, one that does not, and one that leaves nothing for the second rank."""
+    shapes = ((4, 6), (2, 5), (2, 1))
+    compare(run_ranks(partial(run, shapes=shapes), 4, {"pp": 2, "tp": 2}, True, True), shapes=shapes, programs=3)
 
 
 class Small(nn.Module):
@@ -257,5 +265,5 @@ def test_over_data_ranks() -> None:
     compare([steps for _, steps, _ in found], blocks=1)
     for _, _, (plain, sizes, output) in found:
         assert "'norm.weight', a plain tensor and so the same on all tensor ranks: checksum" in plain
-        assert "sizes [2" in sizes and "sizes [4" in sizes
+        assert "batch f32[2, 6, 4]" in sizes and "batch f32[4, 6, 4]" in sizes
         assert "the model's output cannot be returned: it holds a DTensor" in output

@@ -82,3 +82,19 @@ def test_sizes_can_do_what_numbers_can() -> None:
         assert (*divmod(size, 4), *divmod(20, size), ~size) == (2, 1, 2, 2, -10)
     with pytest.raises(TypeError):
         divmod(size, 4)
+
+
+def test_a_size_that_has_turned_out_to_be_a_number() -> None:
+    """The tracer has not seen it being computed, and does not know what to take for it."""
+    mode = new_fake_mode()
+    fake = fake_batch_leaf(mode, torch.randn(9), "x")
+    four = fake.shape[0] - fake.shape[0] + 4
+
+    def function(x: Tensor) -> Tensor:
+        return x.sum() + torch.ones(x.shape[0] * four)
+
+    for shim in (False, True):
+        refused = contextlib.nullcontext() if shim else pytest.raises(RuntimeError, match="not tracked with proxy")
+        with mode, refused, whole_numbers() if shim else contextlib.nullcontext():
+            graph = make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(fake)
+    assert graph(torch.ones(3)).shape == (12,)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-from graphcomp.compat.dispatch import BeforeCalls
 from graphcomp.compat.tensor_parallel import (
-    fills_up,
     forget_meshes,
     is_part,
     local_part,
@@ -54,19 +50,6 @@ def test_meshes_that_are_gone() -> None:
     forget_meshes()
     assert mesh_of_a_sum()
     forget_meshes()
-
-
-@pytest.mark.parametrize(("rows", "fills"), [(3, True), (4, False)])
-def test_who_fills_parts_up(rows: int, fills: bool) -> None:
-    found = []
-    with fake_mesh(rank=1, tp=2) as mesh:
-        part = DTensor.from_local(
-            torch.ones(rows // 2, 2), mesh["tp"], [Shard(0)], run_check=False, shape=(rows, 2), stride=(2, 1)
-        )
-        with BeforeCalls(lambda *_: found.append(fills_up(sys._getframe()))):
-            part.full_tensor()
-    assert found and any(found) == fills
-    assert not fills_up(sys._getframe())
 
 
 def test_parts() -> None:
