@@ -33,6 +33,7 @@ from graphcomp.ir.program import Program
 from graphcomp.ir.verify import verify
 from graphcomp.partition import Partitioned, partition
 from graphcomp.partition.accumulating import accumulating
+from graphcomp.partition.batch_numbers import read_before
 from graphcomp.partition.homes import Homes, homes_of
 from graphcomp.passes.base import Pass
 from graphcomp.passes.chunk_loss import ChunkLoss, rows_of_loss
@@ -152,9 +153,12 @@ class GraphCompiler:
             joint = trace(self.model, self.loss_fn, example, training=training, device=device, mesh=mesh)
             self.traces += 1
             manager = PassManager(joint_passes(self.is_cut))
-            program = manager.run(joint.program)
+            program, before = read_before(manager.run(joint.program))
+            if before is not None:
+                verify(before.program, made_by="read_before")
+                program = PassManager([DeadCode()]).run(program)
             number_names(program.graph)
-        joint = replace(joint, program=program)
+        joint = replace(joint, program=program, before=before)
         self.specialisations.append(Specialisation(len(self.specialisations), joint, tuple(manager.records)))
         return joint
 

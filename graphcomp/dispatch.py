@@ -188,7 +188,8 @@ def _serve(entry: _Entry, leaves: Sequence[Any]) -> Bound | None:
     for one in entry.specialisations:
         sizes = one.joint.sizes.fit(tensors)
         if sizes is not None and _captured_fit(one):
-            return Bound(tensors, sizes, one)
+            before = one.joint.before
+            return Bound(tensors, sizes if before is None else before.sizes(tensors, sizes), one)
     return None
 
 

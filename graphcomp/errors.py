@@ -61,7 +61,7 @@ class PlanError(GraphcompError):
 class CaptureError(GraphcompError):
     """The model or the loss function cannot be traced into one graph.
 
-    Typical: Python code that decides on the contents of a tensor (`if x.sum() > 0`, `.item()`), or a custom operator
+    Typical: Python code that decides on the contents of a tensor (`if x.sum() > 0`, `int(n)`), or a custom operator
     without a fake implementation. The message names the user's own source line. Nothing was changed.
     """
 
@@ -79,7 +79,10 @@ class CollectiveError(GraphcompError):
 
 
 class GuardError(GraphcompError):
-    """Something the compiled program depends on has changed, and no other specialisation may be made for it."""
+    """Something the compiled program depends on has changed, and no other specialisation may be made for it.
+
+    Or numbers that a program reads out of tensors do not fit together as the code at the line named needs it.
+    """
 
 
 class BatchError(GraphcompError):

@@ -264,7 +264,8 @@ class CompiledStep:
             raise PlanError(f"unknown outputs={options.outputs!r}", expected=", ".join(map(repr, _OUTPUTS)))
         stats = self.stats
         looking = Looking(stats.steps, tuple(self._hooks.values()))
-        bound, before = self._bind(microbatches, options), host_syncs()
+        before = host_syncs()
+        bound = self._bind(microbatches, options)
         ran = self.engine.run(bound, tokens, looking)
         stats.host_syncs = host_syncs() - before
         stats.steps += options.training

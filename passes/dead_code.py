@@ -8,6 +8,8 @@ from typing import ClassVar
 from torch.fx import Node
 
 from graphcomp.ir import meta
+from graphcomp.ir.effects import reads_numbers
+from graphcomp.ir.facts import is_checked
 from graphcomp.ir.program import Program
 from graphcomp.ir.signature import Constant, Size
 from graphcomp.passes.base import Pass
@@ -22,9 +24,9 @@ class DeadCode(Pass):
 
     Level: joint and stage. The signature keeps all outputs; inputs that are no longer read leave it.
 
-    Sound because the operations of a program write nothing. Two kinds are kept even when unused: random
-    operations, for every later draw of the stream would change, and collectives, for all ranks must issue the
-    same list.
+    Sound because the operations of a program write nothing. Three kinds are kept even when unused: random
+    operations, for every later draw of the stream would change, collectives, for all ranks must issue the
+    same list, and where numbers are read that code relies on, for there it is checked.
 
         before: %a = sin(%x)    %b = cos(%y)    return %a      # inputs x, y
         after:  %a = sin(%x)                    return %a      # input x
@@ -55,4 +57,5 @@ def _needed_symbols(program: Program) -> set[str]:
 
 
 def _unused(node: Node) -> Erase | None:
-    return ERASE if not node.users and not has_effect(node) else None
+    needless = not has_effect(node) or (reads_numbers(node) and not is_checked(node))
+    return ERASE if not node.users and needless else None

@@ -27,7 +27,6 @@ from graphcomp.capture.refuse import (
     check_buffers,
     check_devices,
     check_random_backward,
-    check_run_time_sizes,
     explained,
 )
 from graphcomp.capture.regions import marked_regions
@@ -52,6 +51,7 @@ from graphcomp.errors import CaptureError, LossError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.body import take_up
+from graphcomp.ir.facts import check_where_read
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.normalize import lift_sizes
 from graphcomp.ir.program import Level, Program
@@ -138,7 +138,6 @@ def capture(
     check_random_backward(program)
     check_devices(program)
     sizes = _sizes(program, mode, leaves)
-    check_run_time_sizes(sizes, relied_on(mode, is_user_file))
     return Joint(
         program=program,
         sizes=sizes,
@@ -294,12 +293,14 @@ def _normalize(
                     known[id(real)] = add(role.Constant(name), fake)
             node.replace_all_uses_with(known[id(real)])
             graph.erase_node(node)
-    sizes = {}
-    for leaf in leaves.values():
-        for number in leaf.shape:
+    sizes, places = dict[str, Node](), dict[str, tuple[str, int]]()
+    for path, leaf in leaves.items():
+        for dimension, number in enumerate(leaf.shape):
             symbol = expression(mode, number)
             if not isinstance(symbol, int) and symbol.is_Symbol and str(symbol) not in sizes:
                 sizes[str(symbol)] = add(role.Size(str(symbol)), number)
+                places[str(symbol)] = path, dimension
+    check_where_read(graph, relied_on(mode, is_user_file), sizes, Sizes(places, {}).readable)
     lift_sizes(graph, mode, sizes)
     for node in nodes:
         node.name = _short(str(roles[node]))

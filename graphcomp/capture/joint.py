@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from graphcomp.capture.before import Before
 from graphcomp.capture.state import Captured
 from graphcomp.compat.pytree import TreeSpec
 from graphcomp.ir.printer import print_program
@@ -61,6 +62,7 @@ class Joint:
     seconds: what the capture took.
     groups: for the collectives of the model: what the program calls their ranks -> name of this process's group.
     chunks: of head and loss, where the program computes them in parts.
+    before: what yields the sizes that follow from the contents of the batch alone; `program` takes them.
     """
 
     program: Program
@@ -74,6 +76,8 @@ class Joint:
     seconds: float
     groups: Mapping[str, str] = field(default_factory=dict)
     chunks: LossChunks | None = None
+    before: Before | None = None
 
     def __str__(self) -> str:
-        return print_program(self.program)
+        first = "" if self.before is None else f"{print_program(self.before.program)}\n"
+        return first + print_program(self.program)

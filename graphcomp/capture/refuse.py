@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -20,7 +20,6 @@ from graphcomp.ir import meta
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
 from graphcomp.ir.randomness import draws
-from graphcomp.ir.sizes import Sizes
 
 
 def check_buffers(model: nn.Module) -> None:
@@ -76,22 +75,6 @@ _ONLY_ON = {
     )
 }
 """By operator: what users call it, the device that has it, and what to do elsewhere."""
-
-
-def check_run_time_sizes(sizes: Sizes, relied_on: Mapping[Any, str | None]) -> None:
-    """Refuse code that fits together only if a size known at run time happens to be a certain one.
-
-    relied_on: each such relation, with the user's line.
-    """
-    for relation, line in relied_on.items():
-        raise CaptureError(
-            "the code relies on a size that is known only when the program runs",
-            where=line,
-            expected="code for any number of rows that an exact all_to_all may bring",
-            got=f"it fits together only if {sizes.readable(relation)}",
-            do="send the rows back before they meet others: all_to_all with the two splits swapped brings as many as "
-            "there were",
-        )
 
 
 def _host_random() -> dict[str, Any]:

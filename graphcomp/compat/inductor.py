@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from graphcomp.compat.decompositions import inductor_table, trace_with
 from graphcomp.compat.onednn import use_onednn
+from graphcomp.compat.run_time_sizes import as_read
 from graphcomp.compat.sums import write_sums
 from graphcomp.compat.symbols import FakeTensorMode
 
@@ -22,6 +23,7 @@ OPTIONS = {
     "fallback_random": True,  # draws come from torch's own generator, as in eager
     "size_asserts": False,  # a third of what a call of a small program costs; the first call is checked
     "alignment_asserts": False,
+    "scalar_asserts": False,  # what must hold of sizes is checked where they are read, in one program of several
 }
 
 
@@ -54,7 +56,7 @@ def compile_graph(
     from torch._inductor.virtualized import V
     from torch.fx.experimental import _config as symbol_config
 
-    with tracing(TracingContext(mode)), config.patch(OPTIONS), V.set_fake_mode(mode):
+    with tracing(TracingContext(mode)), config.patch(OPTIONS), V.set_fake_mode(mode), as_read():
         with mode, enable_python_dispatcher():
             module = _decompose(module, inputs)
         module = _recursive_joint_graph_passes(module, input_device=_device(inputs))

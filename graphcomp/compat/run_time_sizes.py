@@ -1,38 +1,53 @@
-"""Sizes known at run time only: the one operator that reads them on the host, and what stands for them while tracing.
+"""Sizes known at run time only: the operators that read them on the host, and what stands for them while tracing.
 
-`exchange_splits(sent, received, rows)` yields how many rows an exact exchange brings, then how many go to each rank,
-then how many come from each, as numbers. Real tensors are read in one host synchronisation. Of fake ones nobody knows
-the contents, so their numbers are symbols of a second kind ("unbacked"), which no input of a program shows. The public
-way to make those is a switch of the shape environment, which would let `nonzero` and `.item()` through as well.
+`read_numbers(numbers)` yields the elements of an integer tensor as numbers; `exchange_splits(sent, received, rows)` how
+many rows an exact exchange brings, then how many go to each rank, then how many come from each. Real tensors are read
+in one host synchronisation. Of fake ones nobody knows the contents, so their numbers are symbols of a second kind
+("unbacked"), which no input of a program shows. The public way to make those is a switch of the shape environment,
+which would let operators through that wait for the device without being counted.
+
+Both take facts: relations between the numbers they yield (`n0`, `n1`, ...) and others that they are given (`s0`, ...),
+one a line: the relation, how it reads, the line of code that needs it. A tracer believes them; a run checks them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePath
+from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import sympy
 import torch
 from torch._ops import OpOverload
+from torch.fx import has_side_effect
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._sympy.solve import try_solve
 from torch.utils._sympy.symbol import SymT, prefix_str
 from torch.utils.weak import WeakIdKeyDictionary
 
-from graphcomp.errors import CollectiveError
+from graphcomp.errors import CollectiveError, GuardError
 
 _LIBRARY = torch.library.Library("graphcomp", "DEF")
-_LIBRARY.define("exchange_splits(Tensor sent, Tensor received, SymInt rows) -> SymInt[]")
+_FACTS = "SymInt[] sizes=[], str facts=''"
+_LIBRARY.define(f"exchange_splits(Tensor sent, Tensor received, SymInt rows, {_FACTS}) -> SymInt[]")
+_LIBRARY.define(f"read_numbers(Tensor numbers, {_FACTS}) -> SymInt[]")
 EXCHANGE_SPLITS: OpOverload = torch.ops.graphcomp.exchange_splits.default
 """(sent, received, rows): the rows that come, how many go to each rank, how many come from each. sent sums to rows"""
+READ_NUMBERS: OpOverload = torch.ops.graphcomp.read_numbers.default
+"""(numbers): the elements of an integer tensor whose own size is a plain number, in order"""
+READS = (EXCHANGE_SPLITS, READ_NUMBERS)
+has_side_effect(READ_NUMBERS)  # it checks
 
 Numbers = list[Any]
 _syncs = 0
 
 
 def host_syncs() -> int:
-    """How often this process has read splits: each waited once for the device."""
+    """How often this process has read numbers out of tensors, such as splits: each time it waited for the device."""
     return _syncs
 
 
@@ -53,7 +68,7 @@ def is_run_time_name(symbol: str) -> bool:
     return symbol.startswith(prefix_str[SymT.UNBACKED_INT])
 
 
-def _read(sent: torch.Tensor, received: torch.Tensor, rows: int) -> list[int]:
+def _read(sent: torch.Tensor, received: torch.Tensor, rows: int, sizes: Sequence[int] = (), facts: str = "") -> Numbers:
     global _syncs
     _syncs += 1
     given, out = torch.stack([sent.to(torch.int64), received.to(sent.device, torch.int64)]).tolist()
@@ -61,7 +76,41 @@ def _read(sent: torch.Tensor, received: torch.Tensor, rows: int) -> list[int]:
         raise _wrong("a split is negative", "whole numbers from 0", f"{given} and {out}")
     if sum(given) != rows:
         raise _wrong("input_splits do not add up to the rows there are", f"a sum of {rows}", given)
-    return [sum(out), *given, *out]
+    return _checked([sum(out), *given, *out], sizes, facts)
+
+
+def _read_numbers(numbers: torch.Tensor, sizes: Sequence[int] = (), facts: str = "") -> Numbers:
+    global _syncs
+    _syncs += 1
+    return _checked(numbers.reshape(-1).tolist(), sizes, facts)
+
+
+def _checked(numbers: Numbers, sizes: Sequence[int], facts: str) -> Numbers:
+    names = _names(numbers, sizes)
+    for relation, readable, line in map(_parts_of, facts.splitlines()):
+        if not eval(_compiled(relation), {"min": min, "max": max}, names):
+            raise GuardError(
+                "sizes that are known when the program runs do not fit together",
+                where=line,
+                expected=readable or relation,
+                got=", ".join(f"{name} = {number}" for name, number in names.items() if name in relation),
+                do="check the code at this line; eager PyTorch fails there too, or broadcasts a size of 1",
+            )
+    return numbers
+
+
+def _names(numbers: Sequence[Any], sizes: Sequence[Any]) -> dict[str, Any]:
+    return {f"n{i}": n for i, n in enumerate(numbers)} | {f"s{i}": size for i, size in enumerate(sizes)}
+
+
+def _parts_of(fact: str) -> tuple[str, str | None, str | None]:
+    relation, readable, line = (*fact.split("\t"), "", "")[:3]
+    return relation, readable or None, line or None
+
+
+@functools.lru_cache(maxsize=1000)
+def _compiled(relation: str) -> CodeType:
+    return compile(relation, "fact", "eval")
 
 
 def _wrong(what: str, expected: object, got: object) -> CollectiveError:
@@ -86,10 +135,53 @@ def knowing_splits() -> Iterator[None]:
         _known = before
 
 
-def _stand_for(sent: torch.Tensor, received: torch.Tensor, rows: Any) -> Numbers:
+_GUESS = 16
+"""What a number may be in the example, where nothing tells."""
+
+
+def _stand_for_numbers(numbers: torch.Tensor, sizes: Sequence[Any] = (), facts: str = "") -> Numbers:
+    """A symbol for each element, about which the facts hold."""
+    environment = torch.library.get_ctx()._shape_env
+    with _holds_by_itself(environment):
+        found = [environment.create_unbacked_symint() for _ in range(int(numbers.numel()))]
+        for number in found:
+            environment.var_to_hint_override[number.node.expr] = hint(sizes[0] if sizes else _GUESS)
+        _believe(found, sizes, facts)
+    # A number that turns out to be another one already is nobody's to give.
+    fresh = environment.pending_fresh_unbacked_symbols
+    fresh[:] = [symbol for symbol in fresh if environment.replace(symbol) == symbol]
+    return found
+
+
+def _believe(numbers: Numbers, sizes: Sequence[Any], facts: str) -> None:
+    for relation, _, _ in map(_parts_of, facts.splitlines()):
+        names = {"min": torch.sym_min, "max": torch.sym_max}
+        holds = eval(_compiled(relation), names, _names(numbers, sizes))
+        torch._check(holds)
+        if isinstance(holds, torch.SymBool) and _settles:
+            settle(holds.node.shape_env, holds.node._expr)
+
+
+@contextlib.contextmanager
+def _holds_by_itself(environment: Any) -> Iterator[None]:
+    """Within, relations come from what an operator does, or are checked by it: nobody has to be asked."""
+    before = set(_assertions(environment))
+    yield
+    _own.setdefault(environment, set()).update(set(_assertions(environment)) - before)
+
+
+def _stand_for(
+    sent: torch.Tensor, received: torch.Tensor, rows: Any, sizes: Sequence[Any] = (), facts: str = ""
+) -> Numbers:
     """Symbols, or what is known. The last split is what the others leave, so that sums are the numbers of rows."""
     environment = torch.library.get_ctx()._shape_env
-    before = set(_assertions(environment))
+    with _holds_by_itself(environment):
+        numbers = _numbers_for(environment, sent, received, rows)
+        _believe(numbers, sizes, facts)
+    return numbers
+
+
+def _numbers_for(environment: Any, sent: torch.Tensor, received: torch.Tensor, rows: Any) -> Numbers:
     out = _remembered(received)
     if out is None:
         total = _fresh(environment, rows)
@@ -97,8 +189,37 @@ def _stand_for(sent: torch.Tensor, received: torch.Tensor, rows: Any) -> Numbers
     given = _remembered(sent)
     if given is None or not statically_known_true(sum(given) == rows):
         given = _parts(environment, sent, rows)
-    _own.setdefault(environment, set()).update(set(_assertions(environment)) - before)
     return [sum(out), *given, *out]
+
+
+_settles = True
+
+
+@contextlib.contextmanager
+def as_read() -> Iterator[None]:
+    """Within, each number that is read keeps its symbol: Inductor writes code that gives it to a variable."""
+    global _settles
+    before, _settles = _settles, False
+    try:
+        yield
+    finally:
+        _settles = before
+
+
+def settle(environment: Any, relation: sympy.Basic) -> None:
+    """Put an equation into effect for all sizes, also where torch would rather not, as it loses sight of a bound.
+
+    Its last symbol is gone then.
+    """
+    symbols = [symbol for symbol in relation.free_symbols if is_run_time_name(str(symbol))]
+    if not isinstance(relation, sympy.Eq) or environment.replace(relation) == sympy.true or not symbols:
+        return
+    last = max(symbols, key=lambda symbol: int(str(symbol).lstrip("u")))
+    solved = try_solve(relation, last)
+    if solved is not None and last not in environment.replacements:
+        environment.replacements[last] = environment.replace(solved[1])
+        environment._replacements_version_counter += 1
+        environment._update_version_counter()
 
 
 _own: Any = WeakKeyDictionary()
@@ -118,10 +239,20 @@ def relied_on(mode: Any, is_user_file: Callable[[str], bool]) -> dict[sympy.Basi
     own = (own | set(map(environment.replace, own))) - {sympy.true}
     found: dict[sympy.Basic, str | None] = {}
     for relation, stack in _assertions(environment).items():
+        settle(environment, relation)
         if own.isdisjoint({relation, environment.replace(relation)}):
             frames = [f for f in stack.summary() if is_user_file(f.filename)]
-            found[relation] = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+            batch = [symbol for symbol in relation.free_symbols if not is_run_time_name(str(symbol))]
+            relation = relation.xreplace({symbol: environment.replace(symbol) for symbol in batch})
+            # Without its folder: ranks compare programs as text.
+            found[relation] = f"{PurePath(frames[-1].filename).name}:{frames[-1].lineno}" if frames else None
     return found
+
+
+def symbol_of(number: object) -> sympy.Symbol | None:
+    """The symbol that was made for a number, also where the trace has equated it with others since."""
+    made = number.node._expr if isinstance(number, torch.SymInt) else None
+    return made if isinstance(made, sympy.Symbol) else None
 
 
 def _remembered(splits: torch.Tensor) -> Numbers | None:
@@ -156,7 +287,7 @@ def hint(number: object) -> int:
         return int(number.node.hint)
     environment: Any = number.node.shape_env
     guessed = {symbol: sympy.Integer(n) for symbol, n in environment.var_to_hint_override.items()}
-    return int(number.node.expr.xreplace({**environment.backed_var_to_val, **guessed}))
+    return max(0, int(number.node.expr.xreplace({**environment.backed_var_to_val, **guessed})))
 
 
 def unnoted(mode: Any) -> contextlib.AbstractContextManager[None]:
@@ -179,11 +310,16 @@ def adopt_guesses(environment: Any, found: Mapping[sympy.Symbol, int]) -> None:
 
 
 _LIBRARY.impl("exchange_splits", _read, "CompositeExplicitAutograd")
+_LIBRARY.impl("read_numbers", _read_numbers, "CompositeExplicitAutograd")
 torch.library.register_fake("graphcomp::exchange_splits", _stand_for, lib=_LIBRARY)
+torch.library.register_fake("graphcomp::read_numbers", _stand_for_numbers, lib=_LIBRARY)
 
 __all__ = [
     "EXCHANGE_SPLITS",
+    "READS",
+    "READ_NUMBERS",
     "adopt_guesses",
+    "as_read",
     "guesses",
     "hint",
     "host_syncs",
@@ -191,5 +327,6 @@ __all__ = [
     "is_run_time_name",
     "knowing_splits",
     "relied_on",
+    "symbol_of",
     "unnoted",
 ]

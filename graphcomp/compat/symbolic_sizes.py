@@ -20,6 +20,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from graphcomp.compat.contents import masked_select
 from graphcomp.compat.replaced import replaced
 
 CONCRETE = frozenset(
@@ -39,6 +40,8 @@ CONCRETE = frozenset(
     }
 )
 
+
+_MASKED = frozenset({torch.masked_select, torch.Tensor.masked_select})
 
 CONCRETE_OPERATORS = frozenset({torch.ops.aten.constant_pad_nd.default})
 """The same among operators, of which a program is made that is traced again."""
@@ -135,6 +138,8 @@ class SymbolicSizes(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func in _MASKED:
+            return masked_select(*args, **kwargs)
         if func not in CONCRETE:
             return func(*args, **kwargs)
         if any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves((args, kwargs))):

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 
 from graphcomp.compat.closures import TakeFunctions, as_written_by_the_user
+from graphcomp.compat.contents import RULES, knowing_contents
 from graphcomp.compat.symbolic_sizes import SymbolicSizes, sizes_in_text, whole_numbers
 
 
@@ -78,8 +79,8 @@ def trace(
 
     is_user_file: the source files whose code gets plain numbers where it makes a text of a size.
     """
-    table: dict[Any, Callable[..., Any]] = {torch.ops.aten.baddbmm.default: _expand_first}
-    sizes = (SymbolicSizes(), whole_numbers(), sizes_in_text(is_user_file))
+    table: dict[Any, Callable[..., Any]] = {torch.ops.aten.baddbmm.default: _expand_first, **RULES}
+    sizes = (SymbolicSizes(), whole_numbers(), sizes_in_text(is_user_file), knowing_contents())
     with contextlib.ExitStack() as stack:
         for context in (*sizes, _no_fused_attention(), as_written_by_the_user(), TakeFunctions()):
             stack.enter_context(context)

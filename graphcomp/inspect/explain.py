@@ -13,6 +13,7 @@ from graphcomp.compat.symbols import hint
 from graphcomp.dataparallel.step import DataParallel
 from graphcomp.inspect.axes import axes
 from graphcomp.inspect.data_ranks import bytes_of, data_ranks
+from graphcomp.inspect.reads import reads
 from graphcomp.inspect.table import columns, count, ranges, shorten, size, wrapped
 from graphcomp.ir import meta, spelling
 from graphcomp.ir import signature as role
@@ -75,6 +76,7 @@ def _lines(cut: Partitioned, plan: Plan, schedule: Schedule, data: DataParallel 
         yield shorten(f"  {symbols.rename(symbol)} = {path}.shape[{dimension}]{shown}")
     if not cut.joint.sizes.symbols:
         yield "  all fixed"
+    yield from reads(cut, symbols)
     conditions = [cut.joint.sizes.readable(condition) for condition in cut.joint.sizes.conditions]
     yield from (shorten(f"  if {condition}") for condition in sorted(conditions))
 

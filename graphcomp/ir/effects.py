@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from graphcomp.compat.operators import OpOverload
-from graphcomp.compat.run_time_sizes import EXCHANGE_SPLITS
+from graphcomp.compat.run_time_sizes import READS
 from graphcomp.ir.collective_calls import is_start
 
 FUNCTIONAL = "_c10d_functional"
@@ -32,17 +32,17 @@ def is_collective(node: Node) -> bool:
     return node.target.namespace == FUNCTIONAL or node.target.namespace in _OTHERS or is_start(node)
 
 
-def reads_splits(node: Node) -> bool:
-    """Whether a call waits for the device in order to read how many rows an exchange moves."""
-    return node.target is EXCHANGE_SPLITS
+def reads_numbers(node: Node) -> bool:
+    """Whether a call waits for the device in order to read numbers, such as how many rows an exchange moves."""
+    return node.target in READS
 
 
-def is_split(node: Node) -> bool:
-    """Whether a node is a number of rows that such a call has read."""
+def is_read_number(node: Node) -> bool:
+    """Whether a node is a number that such a call has read."""
     source = node.args[0] if node.target is operator.getitem else None
-    return isinstance(source, Node) and reads_splits(source)
+    return isinstance(source, Node) and reads_numbers(source)
 
 
 def is_impure(node: Node) -> bool:
     """Whether computing a node twice, or not at all, differs from computing it once: draws, collectives, waiting."""
-    return is_random(node) or is_collective(node) or reads_splits(node)
+    return is_random(node) or is_collective(node) or reads_numbers(node)

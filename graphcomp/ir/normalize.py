@@ -15,7 +15,8 @@ from torch.fx.node import map_arg
 from graphcomp.compat.symbols import FakeTensorMode, expression, size_value
 from graphcomp.errors import CaptureError
 from graphcomp.ir import meta
-from graphcomp.ir.effects import is_split, reads_splits
+from graphcomp.ir.effects import is_read_number, reads_numbers
+from graphcomp.ir.facts import is_checked
 
 SHAPE_READS = frozenset(
     {
@@ -57,12 +58,16 @@ def lift_sizes(graph: Graph, mode: FakeTensorMode, inputs: Mapping[str, Node]) -
     made of a size that it had not seen computed: sums and products of many at once.
 
     A number that is read at run time is an input in this respect, from the node on that takes it out of what was read.
-    What was read only to find numbers that are known by then is not read.
+    What was read only to find numbers that are known by then is not read, unless that they are the same is checked.
     """
     known, split = dict(inputs), dict[sympy.Basic, Node]()
     for node in list(graph.nodes):
         number = number_of(node, mode) if node.op == "call_function" else None
         if number is None:
+            continue
+        if is_read_number(node) and is_checked(node):
+            if not isinstance(number, int) and number.is_Symbol:
+                known.setdefault(str(number), node)
             continue
         if isinstance(number, int):
             replace_by_number(node, number)
@@ -70,19 +75,19 @@ def lift_sizes(graph: Graph, mode: FakeTensorMode, inputs: Mapping[str, Node]) -
             node.replace_all_uses_with(known[str(number)])
         elif number in split:
             node.replace_all_uses_with(split[number])
-        elif is_split(node):
+        elif is_read_number(node):
             split[number] = node
             if number.is_Symbol:
                 known[str(number)] = node
             continue
         elif node.target in SHAPE_READS or _is_of_many(node):
             with graph.inserting_before(node):
-                node.replace_all_uses_with(_build(graph, number, known, node))
+                node.replace_all_uses_with(computed(graph, number, known, node))
         else:
             continue
         graph.erase_node(node)
     for node in reversed(graph.nodes):
-        if (reads_splits(node) or is_split(node)) and not node.users:
+        if (is_read_number(node) or (reads_numbers(node) and not is_checked(node))) and not node.users:
             graph.erase_node(node)
 
 
@@ -101,7 +106,7 @@ def replace_by_number(node: Node, number: int) -> None:
         user.kwargs = map_arg(user.kwargs, swap)
 
 
-def _build(graph: Graph, number: sympy.Expr, inputs: Mapping[str, Node], like: Node) -> Node:
+def computed(graph: Graph, number: sympy.Expr, inputs: Mapping[str, Node], like: Node) -> Node:
     """Nodes that compute an expression of sizes, at the current insertion point, annotated like `like`."""
 
     def visit(part: sympy.Expr) -> Any:

@@ -22,6 +22,7 @@ from graphcomp.ir.signature import (
     Role,
     Saved,
     Shard,
+    Size,
     Tokens,
 )
 from graphcomp.ir.spelling import Symbols
@@ -34,7 +35,7 @@ INPUTS: dict[Level, tuple[type[Role], ...]] = {
 }
 OUTPUTS: dict[Level, tuple[type[Role], ...]] = {
     Level.JOINT: _RESULTS,
-    Level.STAGE: (*_RESULTS, Activation, Saved),
+    Level.STAGE: (*_RESULTS, Activation, Saved, Size),
     Level.STEP: (Param, Shard, Grad),
 }
 MAY_BE_NONE = (Grad,)

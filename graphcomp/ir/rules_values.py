@@ -9,7 +9,7 @@ import torch
 
 from graphcomp.compat.run_time_sizes import is_run_time_name
 from graphcomp.ir import meta, spelling
-from graphcomp.ir.effects import is_split, reads_splits
+from graphcomp.ir.effects import is_read_number, reads_numbers
 from graphcomp.ir.fault import Fault
 from graphcomp.ir.program import Program
 from graphcomp.ir.signature import (
@@ -67,10 +67,10 @@ def symbols(program: Program) -> Iterator[Fault]:
         known |= {str(dim) for dim in dims if isinstance(dim, sympy.Symbol)}
     for node in program.graph.nodes:
         # A size known at run time only is given by what reads it, or by anything that was kept since then.
-        if node.op == "placeholder" or is_split(node):
+        if node.op == "placeholder" or is_read_number(node):
             known |= set(filter(is_run_time_name, map(str, spelling.free_symbols(meta.value(node)))))
         strange = sorted({str(symbol) for symbol in spelling.free_symbols(meta.value(node))} - known)
-        if strange and not reads_splits(node):
+        if strange and not reads_numbers(node):
             what, expected = (
                 f"the value of '{node.name}' has a symbol that no input gives",
                 ", ".join(sorted(known)),

@@ -15,7 +15,7 @@ from graphcomp.compat.operators import OpOverload, argument_names
 from graphcomp.compat.run_time_sizes import is_run_time_name
 from graphcomp.ir import meta
 from graphcomp.ir.body import Body
-from graphcomp.ir.effects import is_split, reads_splits
+from graphcomp.ir.effects import is_read_number, reads_numbers
 from graphcomp.ir.groups import is_text
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
@@ -229,7 +229,7 @@ class Call:
 def is_run_time_input(node: Node) -> bool:
     """Whether a node gives one size that is known at run time only: where it was read, or where it was kept since."""
     found = expression(meta.value(node))
-    given = node.op == "placeholder" or is_split(node)
+    given = node.op == "placeholder" or is_read_number(node)
     return given and isinstance(found, sympy.Symbol) and is_run_time_name(str(found))
 
 
@@ -240,7 +240,7 @@ def node_names(program: Program, symbols: Symbols) -> dict[Node, str]:
         if isinstance(role, Size):
             names[node] = symbols.rename(role.symbol)
     for node in program.graph.nodes:
-        if reads_splits(node):
+        if reads_numbers(node):
             value(meta.value(node), symbols)  # the number of rows that come first, also if nobody reads it
         if is_run_time_input(node):
             names[node] = symbols.rename(str(expression(meta.value(node))))

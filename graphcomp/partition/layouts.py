@@ -16,6 +16,7 @@ from graphcomp.compat.run_time_sizes import unnoted
 from graphcomp.compat.symbolic_sizes import symbolic_bodies
 from graphcomp.compat.symbols import hint
 from graphcomp.ir import meta, spelling
+from graphcomp.ir.effects import reads_numbers
 from graphcomp.ir.program import Program
 from graphcomp.ir.signature import Activation, Role
 from graphcomp.partition.place import Slot
@@ -68,6 +69,8 @@ def arrive_dense(program: Program, saved: Mapping[Role, object]) -> Program:
             meta.set_value(node, kept)
             changed.add(node)
     for node in program.calls() if changed else []:
+        if reads_numbers(node):
+            continue  # which have no layout, and are other symbols each time
         if not changed.isdisjoint(node.all_input_nodes) and callable(node.target):
             args, kwargs = tree_map(_known, node.args), tree_map(_known, node.kwargs)
             with program.fake_mode, symbolic_bodies(), unnoted(program.fake_mode):

@@ -12,7 +12,8 @@ from graphcomp.compat.symbols import expression
 from graphcomp.errors import PartitionError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
-from graphcomp.ir.effects import is_collective
+from graphcomp.ir.effects import is_collective, is_read_number
+from graphcomp.ir.facts import is_checked
 from graphcomp.ir.program import Program
 from graphcomp.ir.randomness import draws
 from graphcomp.ir.signature import Role
@@ -27,7 +28,7 @@ from graphcomp.partition.prologue import build_prologue
 from graphcomp.partition.recompute import recompute_regions
 from graphcomp.partition.remat import without_recomputable
 from graphcomp.partition.routes import Routes, needs, route
-from graphcomp.partition.run_time_sizes import check_cuts, crossing_error, has_run_time_size
+from graphcomp.partition.run_time_sizes import check_cuts, crossing_error, has_run_time_size, shown
 from graphcomp.partition.stages import Boundary, Carried, Partitioned, Stage
 from graphcomp.partition.traits import is_alias, order_of, replicable_nodes
 
@@ -153,8 +154,9 @@ class _Cutter:
         """The owned nodes that some result needs; a sum that was split up, and dead code, are none."""
         live: set[Node] = set()
         pending = [node for results in self.results.values() for _, node in results if node is not None]
-        # A draw that nobody reads moves the random stream on all the same; a collective has to be issued by all ranks.
-        kept = (node for node in self.program.calls() if draws(node) or is_collective(node))
+        # A draw that nobody reads moves the random stream on all the same; a collective has to be issued by all ranks;
+        # what code relies on is checked where it is read.
+        kept = (node for node in self.program.calls() if draws(node) or is_collective(node) or is_checked(node))
         pending += [node for node in kept if node in self.slots]
         while pending:
             node = pending.pop()
@@ -188,6 +190,9 @@ class _Cutter:
                     routes.saved.setdefault(slot.stage, []).append(value)
             else:
                 route(value, self.slots[value], wanted, routes)
+        numbers = [node for node in self.program.calls() if node in self.slots and is_read_number(node)]
+        for stage, saved in routes.saved.items() if numbers else ():
+            saved += shown(numbers, [*saved, *self.members.get(Slot(True, stage), [])], Slot(False, stage), self.slots)
         routes.sort(self.order)
         for stage, nodes in routes.saved.items():
             routes.saved[stage] = without_recomputable(nodes, stage, self.slots)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from graphcomp.compat.run_time_sizes import is_run_time
 from graphcomp.errors import StateError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.program import Program
+from graphcomp.ir.run_time_sizes import has_run_time_size
 from graphcomp.partition.traits import is_part
 
 
@@ -52,7 +52,7 @@ def place(program: Program, cuts: Sequence[int], forward: Sequence[Node], replic
         if operation in stage_of_operation and not tied:
             bounds.append(stage_of_operation[operation])
         if not bounds:  # a number made of sizes known at run time only stays where they are
-            bounds = [slots[n].stage for n in node.all_input_nodes if n in slots and is_run_time(meta.value(n))]
+            bounds = [slots[n].stage for n in node.all_input_nodes if n in slots and has_run_time_size(n)]
         slots[node] = Slot(True, min(bounds, default=last))
     _check_buffers(program, slots)
     return slots

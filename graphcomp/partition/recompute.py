@@ -20,7 +20,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from graphcomp.ir import meta
-from graphcomp.ir.effects import is_collective, reads_splits
+from graphcomp.ir.effects import is_collective, reads_numbers
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
 from graphcomp.ir.randomness import draws, is_seeded
@@ -120,6 +120,6 @@ def _computed_once(program: Program) -> Iterator[Node]:
         if is_draw or is_mask:
             drawn.add(node)
         belongs = is_part(node) and node.all_input_nodes[0] in once
-        if is_draw or is_mask or belongs or is_collective(node) or reads_splits(node) or meta.note(node).kept:
+        if is_draw or is_mask or belongs or is_collective(node) or reads_numbers(node) or meta.note(node).kept:
             once.add(node)
             yield node

@@ -20,8 +20,7 @@ from torch.fx import Node
 
 from graphcomp.compat.aliasing import viewed_argument
 from graphcomp.compat.operators import CAST, OpOverload
-from graphcomp.compat.run_time_sizes import is_run_time
-from graphcomp.ir import meta
+from graphcomp.ir.run_time_sizes import has_run_time_size
 from graphcomp.partition.place import Slot
 from graphcomp.partition.traits import is_number, is_view
 
@@ -51,7 +50,7 @@ def _is_at_hand(node: Node, kept: set[Node], stage: int, slots: Mapping[Node, Sl
     """Whether the backward has a value without computing more than its own stage's views of what it has."""
     base: Node | None = node
     while base is not None:
-        if base in kept or base.op == "placeholder" or (is_number(base) and not is_run_time(meta.value(base))):
+        if base in kept or base.op == "placeholder" or (is_number(base) and not has_run_time_size(base)):
             return True
         own = slots.get(base, Slot(False, stage)) == Slot(False, stage)  # a view of another stage arrives, or does not
         base = viewed_argument(base) if is_view(base) and own else None

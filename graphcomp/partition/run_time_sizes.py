@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch.fx import Node
 
-from graphcomp.compat.run_time_sizes import is_run_time
 from graphcomp.errors import PartitionError
-from graphcomp.ir import meta
+from graphcomp.ir import meta, spelling
+from graphcomp.ir.run_time_sizes import has_run_time_size
 from graphcomp.partition.chunks import inside_chunks
+from graphcomp.partition.place import Slot
 
-
-def has_run_time_size(node: Node) -> bool:
-    """Whether a node computes such a size, or a tensor of one."""
-    return is_run_time(meta.value(node))
+__all__ = ["check_cuts", "crossing_error", "has_run_time_size", "shown", "uncuttable"]
 
 
 def uncuttable(forward: Sequence[Node]) -> set[int]:
     """The positions among the owned forward nodes where a cut would go through chunks, or separate a value of run-time
     size from what reads it."""
     return {*inside_chunks(forward), *_crossed(forward)}
+
+
+def shown(numbers: Iterable[Node], values: Iterable[Node], own: Slot, slots: Mapping[Node, Slot]) -> list[Node]:
+    """Those of the numbers, read in slot `own`, that sizes of the values are made of.
+
+    A program that is given such values is given these too: a compiler has no other way to tell what they are.
+    """
+    used = {symbol for value in values for symbol in spelling.free_symbols(meta.value(value))}
+    return [n for n in numbers if slots[n] == own and spelling.expression(meta.value(n)) in used]
 
 
 def check_cuts(forward: Sequence[Node], cuts: Sequence[int], split: Sequence[str] | None) -> None:
@@ -37,9 +44,10 @@ def crossing_error(value: Node, to: str, named: str | None = None) -> PartitionE
         f"the cut before {to} stands where the number of rows is known at run time only, and no rank could compute the "
         "shape of what arrives",
         where=", ".join(filter(None, (f"module '{note.module}'" if note.module else None, note.source))),
-        expected="an exact exchange, what is done with its rows, and their way back on one stage",
+        expected="what is done with rows that a mask, or an exact exchange, picks, and their way back, on one stage",
         got=f"Plan(split=...) names '{named}', which %{value.name} would cross" if named else f"%{value.name}",
-        do="begin the stage at another module, or declare a capacity: all_to_all(..., capacity=...)",
+        do="begin the stage at another module; pick rows by the batch alone, whose sizes all stages know; or declare a "
+        "capacity: all_to_all(..., capacity=...)",
     )
 
 

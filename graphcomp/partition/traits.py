@@ -7,13 +7,13 @@ from torch.fx import Graph, Node
 
 from graphcomp.compat.aliasing import viewed_argument
 from graphcomp.compat.operators import OpOverload
-from graphcomp.compat.run_time_sizes import is_run_time
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.collective_calls import is_wait
 from graphcomp.ir.effects import is_impure
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
+from graphcomp.ir.run_time_sizes import has_run_time_size
 from graphcomp.partition.costs import work as work_of
 
 # A value from the batch alone is computed again on each stage up to this share of the forward's work, or else sent.
@@ -76,7 +76,7 @@ def replicable_nodes(program: Program) -> set[Node]:
     budget = CHEAP_SHARE * sum(work_of(n) for n in program.calls() if meta.note(n).phase is Phase.FORWARD)
     for node in program.calls():
         inputs = node.all_input_nodes
-        if is_run_time(meta.value(node)):  # known where it was read, and there alone
+        if has_run_time_size(node):  # known where it was read, and there alone
             continue
         if is_number(node) and all(map(is_number, inputs)):
             found.add(node)

@@ -30,7 +30,10 @@ def first_node_that_differs(
         eager, counts = _eager(model, loss_fn, batch)
     with untouched(model), torch.no_grad():  # from the same buffers and random numbers
         _, leaves = describe(batch)
-        inputs = program_inputs(model, joint, leaves, joint.sizes.bind(leaves), counts)
+        sizes = joint.sizes.bind(leaves)
+        if joint.before is not None:
+            sizes = joint.before.sizes(leaves, sizes)
+        inputs = program_inputs(model, joint, leaves, sizes, counts)
         found = [(node, value) for node, value in trace_values(joint.program, inputs) if _is_call(node)]
     matcher = SequenceMatcher(
         None, [name for name, _ in eager], [str(node.target) for node, _ in found], autojunk=False

@@ -14,7 +14,7 @@ from graphcomp import collectives as gc
 from graphcomp.capture import capture
 from graphcomp.compiler import joint_passes
 from graphcomp.errors import CaptureError
-from graphcomp.ir.effects import reads_splits
+from graphcomp.ir.effects import reads_numbers
 from graphcomp.ir.printer import print_program
 from graphcomp.ir.program import Program
 from graphcomp.ir.verify import verify
@@ -108,7 +108,7 @@ return grad layer.weight = %mm_1""",
 
 
 def reads(program: Program) -> int:
-    return sum(map(reads_splits, program.calls()))
+    return sum(map(reads_numbers, program.calls()))
 
 
 def test_each_pair_of_splits_is_read_once() -> None:
@@ -147,13 +147,19 @@ def test_counts_that_ranks_tell_each_other() -> None:
     assert reads(captured(told)) == 1
 
 
+def test_what_fits_only_one_number_of_rows_is_checked_where_they_are_read() -> None:
+    def meets_others(h: Tensor, splits: Tensor, mesh: Any) -> Tensor:
+        return gc.all_to_all(h, mesh, splits.flip(0), splits) + h
+
+    (call,) = filter(reads_numbers, captured(meets_others).calls())
+    (sizes, facts) = call.args[3:]
+    assert len(sizes) == 1
+    assert str(facts).split("\t")[0] in ("n0 == s0", "s0 == n0") and "test_run_time_sizes.py:" in str(facts)
+
+
 def branches(h: Tensor, splits: Tensor, mesh: Any) -> Tensor:
     rows = gc.all_to_all(h, mesh, splits, splits)
     return rows * 2 if rows.shape[0] > 3 else rows
-
-
-def meets_others(h: Tensor, splits: Tensor, mesh: Any) -> Tensor:
-    return gc.all_to_all(h, mesh, splits.flip(0), splits) + h
 
 
 def reduces(h: Tensor, splits: Tensor, mesh: Any) -> Tensor:
@@ -173,10 +179,6 @@ def counts_in_python(h: Tensor, splits: Tensor, mesh: Any) -> Tensor:
     return rows / int(rows.shape[0])
 
 
-def picks(h: Tensor, splits: Tensor, mesh: Any) -> Tensor:
-    return h[h[:, 0] > 0]
-
-
 def reads_a_number(h: Tensor, splits: Tensor, mesh: Any) -> Tensor:
     return h[: int(splits[0])]
 
@@ -184,14 +186,12 @@ def reads_a_number(h: Tensor, splits: Tensor, mesh: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("then", "what", "got"),
     [
-        (branches, "decides on the contents", "a size that is known only when the program runs"),
-        (counts_in_python, "decides on the contents", "a size that is known only when the program runs"),
-        (sends_equal_runs, "decides on the contents", "a size that is known only when the program runs"),
-        (meets_others, "relies on a size", "x.shape[0]"),
+        (branches, "decides on the contents", "a number that is known only when the program runs"),
+        (counts_in_python, "decides on the contents", "a number that is known only when the program runs"),
+        (sends_equal_runs, "decides on the contents", "a number that is known only when the program runs"),
         (reduces, "may differ between ranks", "all_reduce"),
         (gathers, "may differ between ranks", "all_gather"),
-        (picks, "decides on the contents", "x[mask]"),
-        (reads_a_number, "decides on the contents", ".item()"),
+        (reads_a_number, "decides on the contents", "a number that is known only when the program runs"),
     ],
 )
 def test_refused(then: Then, what: str, got: str) -> None:

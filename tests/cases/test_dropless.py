@@ -15,7 +15,7 @@ import graphcomp as gc
 from graphcomp.capture import Joint, capture
 from graphcomp.compiler import joint_passes
 from graphcomp.ir import signature as role
-from graphcomp.ir.effects import reads_splits
+from graphcomp.ir.effects import reads_numbers
 from graphcomp.ir.lockstep import lockstep
 from graphcomp.ir.program import Program
 from graphcomp.ir.signature import Role
@@ -166,7 +166,7 @@ def test_a_checkpointed_region_reads_once() -> None:
     backward = cut.stages[0].backward
     assert backward is not None and "tanh_1_again" in str(backward)
     programs = [program for program in cut.programs if program.name.endswith("forward")]
-    assert [sum(map(reads_splits, program.calls())) for program in (*programs, backward)] == [1, 0, 0]
+    assert [sum(map(reads_numbers, program.calls())) for program in (*programs, backward)] == [1, 0, 0]
     compare(run_cut(cut, batches), batches)
 
 

@@ -1,0 +1,222 @@
+"""Operators whose number of results depends on contents, while something is captured: that number is read by the one
+operator that reads (`read_numbers`), and the rest is done by operators that are told it. make_fx has no public place
+for such rules but its table of decompositions.
+
+    index(x, [mask])    ->    n = read_numbers(sum(mask))    i = nonzero_static(mask, n)    index(x, [i])
+
+A program then holds one node for each wait of the host, and backward takes the places that forward has found. The same
+contents are read once: by identity, or where the same operations made them of the same values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+
+from graphcomp.compat.equal_values import equal, node_of, sketch
+from graphcomp.compat.never_negative import is_never_negative
+from graphcomp.compat.run_time_sizes import READ_NUMBERS, is_run_time
+
+aten = torch.ops.aten
+Numbers = list[Any]
+
+
+@dataclass
+class _Known:
+    """reads: what was read, by a sketch, each with its node. places: of the true elements, by mask and version."""
+
+    reads: dict[str, list[tuple[Node, Numbers]]] = field(default_factory=dict)
+    places: dict[tuple[Node, int], torch.Tensor] = field(default_factory=dict)
+
+
+_known: _Known | None = None
+
+
+@contextlib.contextmanager
+def knowing_contents() -> Iterator[None]:
+    """Within, which is one trace, `RULES` read the same contents once, and `tolist` reads all elements at once."""
+    global _known
+    before, _known = _known, _Known()
+    separately: Any = FakeTensor.tolist
+
+    def tolist(x: torch.Tensor) -> Any:
+        found = _listed(x)
+        return separately(x) if found is NotImplemented else found
+
+    try:
+        with mock.patch.object(FakeTensor, "tolist", tolist):
+            yield
+    finally:
+        _known = before
+
+
+def read(numbers: torch.Tensor, sizes: Sequence[Any] = (), facts: str = "") -> Numbers:
+    """The elements of an integer tensor as numbers, in order. For sizes and facts, see `run_time_sizes`."""
+    node = node_of(numbers)
+    if _known is None or node is None:
+        return _fresh(numbers, sizes, facts)
+    known = _known.reads.setdefault(f"{sketch(node)} {facts}", [])
+    for before, found in known:
+        if equal(before, node):
+            return found
+    found = _fresh(numbers, sizes, facts)
+    known.append((node, found))
+    return found
+
+
+def _fresh(numbers: torch.Tensor, sizes: Sequence[Any], facts: str) -> Numbers:
+    return list(READ_NUMBERS(numbers, list(sizes), facts) if facts else READ_NUMBERS(numbers))
+
+
+def _count(mask: torch.Tensor) -> Any:
+    return read(mask.sum(), [mask.numel()], "0 <= n0\nn0 <= s0")[0]
+
+
+def _nonzero(x: torch.Tensor) -> Any:
+    """The places of what is true: (n, dimensions)."""
+    if x.dim() == 0:
+        return NotImplemented
+    node = node_of(x)
+    key = None if node is None else (node, x._version)
+    if _known is not None and key in _known.places:
+        return _known.places[key]
+    found = aten.nonzero_static.default(x, size=_count(x if x.dtype is torch.bool else x != 0))
+    if _known is not None and key is not None:
+        _known.places[key] = found
+    return found
+
+
+def _is_mask(index: object) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) and index.dim() > 0
+
+
+def _by_places(x: torch.Tensor, indices: Sequence[Any]) -> list[Any]:
+    """Indices with the places of what is true in place of masks."""
+    found: list[Any] = []
+    for index in indices:
+        if not _is_mask(index):
+            found.append(index)
+            continue
+        for size, expected in zip(index.shape, x.shape[len(found) :], strict=False):
+            torch._check_index(size == expected, lambda: "a mask has another shape than what it is an index of")
+        found += _nonzero(index).unbind(1)
+    return found
+
+
+def _index(target: OpOverload, x: torch.Tensor, indices: Sequence[Any], *rest: Any, **options: Any) -> Any:
+    if not any(map(_is_mask, indices)):
+        return NotImplemented
+    values = rest[0] if rest else None
+    if isinstance(values, torch.Tensor) and not is_run_time(values) and values.numel() == 1 and not any(rest[1:]):
+        return NotImplemented  # a fill, whose places nobody has to count
+    return target(x, _by_places(x, indices), *rest, **options)
+
+
+def masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """As an index, above autograd: the backward of the operator itself would fix all sizes."""
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    return input.expand(shape)[mask.expand(shape)]
+
+
+def _repeats(repeats: torch.Tensor, *, output_size: Any = None) -> Any:
+    if output_size is not None:
+        return NotImplemented
+    (total,) = read(repeats.sum(), [repeats.numel()], "0 <= n0")
+    return aten.repeat_interleave.Tensor(repeats, output_size=total)
+
+
+def _bincount(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
+    above = torch.cat([x.to(torch.int64), x.new_full((1,), minlength - 1, dtype=torch.int64)]).amax() + 1
+    (classes,) = read(above, [max(minlength, 16)], f"{minlength} <= n0")
+    if weights is None:
+        weights = torch.ones_like(x, dtype=torch.int64)
+    elif weights.dtype is not torch.float32:
+        weights = weights.to(torch.float64)
+    return weights.new_zeros(classes).index_add(0, x, weights)
+
+
+def _unique_consecutive(
+    x: torch.Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> Any:
+    return NotImplemented if dim is not None else _runs(x.reshape(-1), None, x.shape)
+
+
+def _unique(x: torch.Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:
+    values, order = x.reshape(-1).sort()
+    return _runs(values, order, x.shape)
+
+
+def _runs(values: torch.Tensor, order: torch.Tensor | None, shape: Any) -> tuple[torch.Tensor, ...]:
+    """The first element of each run of equal ones; for each element the number of its run; how long each is.
+
+    order: where each element stood before; the second result has them there, in that shape.
+    """
+    begins = (values != values.roll(1)) | (torch.arange(values.shape[0], device=values.device) == 0)
+    numbers = begins.cumsum(0) - 1
+    first = _nonzero(begins)[:, 0]
+    lengths = torch.zeros_like(first).index_add(0, numbers, torch.ones_like(numbers))
+    inverse = numbers if order is None else torch.empty_like(numbers).scatter(0, order, numbers)
+    return values[first], inverse.view(shape), lengths
+
+
+def _item(x: torch.Tensor) -> Any:
+    whole = not (x.dtype is torch.bool or x.is_floating_point() or x.is_complex())
+    return _plain(x.reshape(1))[0] if whole else NotImplemented
+
+
+def _plain(x: torch.Tensor) -> Numbers:
+    """All elements of a tensor of one dimension."""
+    node = node_of(x)
+    counts = node is not None and is_never_negative(node)
+    return read(x, (), "\n".join(f"0 <= n{i}" for i in range(x.shape[0])) if counts else "")
+
+
+def _slice(x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
+    """A place that is read is one from the front: one from the back would be another program."""
+    for place in (start, end):
+        if is_run_time(place):
+            torch._check(place >= 0)
+    return NotImplemented
+
+
+RULES: dict[OpOverload, Callable[..., Any]] = {
+    aten.nonzero.default: _nonzero,
+    aten.repeat_interleave.Tensor: _repeats,
+    aten.bincount.default: _bincount,
+    aten._unique2.default: _unique,
+    aten.unique_consecutive.default: _unique_consecutive,
+    aten._local_scalar_dense.default: _item,
+    aten.slice.Tensor: _slice,
+    **{
+        target: functools.partial(_index, target)
+        for target in (
+            aten.index.Tensor,
+            aten.index_put.default,
+            aten.index_put_.default,
+            aten._index_put_impl_.default,
+            aten._unsafe_index.Tensor,
+            aten._unsafe_index_put.default,
+        )
+    },
+}
+"""By operator; NotImplemented where it stays as it is."""
+
+
+def _listed(x: torch.Tensor) -> Any:
+    """`x.tolist()` of an integer tensor; NotImplemented for others, and where how many there are is not fixed."""
+    whole = not (x.dtype is torch.bool or x.is_floating_point() or x.is_complex())
+    if not whole or not all(isinstance(size, int) for size in x.shape):
+        return NotImplemented
+    numbers = _plain(x.reshape(-1)) if x.numel() else []
+    for size in reversed(x.shape[1:]):
+        numbers = [numbers[i : i + size] for i in range(0, len(numbers), size)] if size else [[]] * x.shape[0]
+    return numbers if x.dim() else numbers[0]

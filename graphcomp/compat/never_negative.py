@@ -1,0 +1,62 @@
+"""Which integer tensors hold counts and places, by the operations of a trace that made them. What is found here is
+checked whenever such a number is read: a mistake would be an error, never another result."""
+
+from __future__ import annotations
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Node
+
+aten = torch.ops.aten
+_ALWAYS = frozenset(
+    {aten.abs, aten.argmax, aten.argmin, aten.argsort, aten.nonzero, aten.nonzero_static, aten.bincount, aten.sort,
+     aten.topk, aten.searchsorted, aten.bucketize, aten.count_nonzero}
+)  # fmt: skip
+"""A tensor of integers that these yield has no negative element. Of several results, the first may have."""
+_AS_GIVEN = frozenset(
+    {aten.sum, aten.cumsum, aten.prod, aten.amax, aten.amin, aten.max, aten.min, aten.maximum, aten.add, aten.mul,
+     aten.select, aten.slice, aten.view, aten._unsafe_view, aten.reshape, aten.index, aten.index_select, aten.gather,
+     aten.clone, aten.detach, aten.alias, aten.expand, aten.squeeze, aten.unsqueeze, aten.permute, aten.t,
+     aten.transpose, aten.cat, aten.stack, aten._to_copy, aten.unbind, aten.split, aten.split_with_sizes, aten.roll,
+     aten.flip, aten.where, aten.index_add, aten.scatter, aten.scatter_, aten.scatter_add, aten.scatter_add_,
+     aten.index_add_, aten.zeros, aten.ones, aten.zeros_like, aten.ones_like, aten.new_zeros, aten.new_ones,
+     aten.full, aten.arange, aten.copy_}
+)  # fmt: skip
+"""These yield no negative element of tensors and numbers that have none."""
+
+
+def is_never_negative(node: Node) -> bool:
+    """Whether all elements are 0 or more, as far as operations tell."""
+    pending, seen = [node], set[Node]()
+    while pending:
+        current = pending.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        value = current.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8):
+            continue
+        packet = current.target.overloadpacket if isinstance(current.target, OpOverload) else None
+        if packet in _ALWAYS:
+            continue
+        if packet is None and isinstance(value, torch.Tensor) and current.op == "call_function":
+            source = current.args[0]  # a part of several results
+            if isinstance(source, Node) and _packet(source) in _ALWAYS and current.args[1] != 0:
+                continue
+            pending.extend(current.all_input_nodes)
+            continue
+        if packet not in _AS_GIVEN or any(isinstance(n, int | float) and n < 0 for n in _amounts(current)):
+            return False
+        pending.extend(n for n in current.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor | list | tuple))
+    return True
+
+
+def _packet(node: Node) -> object:
+    return node.target.overloadpacket if isinstance(node.target, OpOverload) else None
+
+
+def _amounts(node: Node) -> list[object]:
+    """The plain numbers that a call is given as elements; those that say where or how many are no matter."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    named = dict(zip((one.name for one in schema), node.args, strict=False)) | node.kwargs
+    return [named[name] for name in ("other", "value", "fill_value", "alpha", "start") if name in named]

@@ -1,0 +1,80 @@
+"""What is read of contents while something is traced: how often, and what is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+
+from graphcomp.compat.run_time_sizes import READ_NUMBERS
+from graphcomp.compat.symbols import fake_batch_leaf, new_fake_mode
+from graphcomp.compat.tracing import trace
+from graphcomp.errors import GuardError
+
+
+def reads(function: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> list[Node]:
+    mode = new_fake_mode()
+    x = fake_batch_leaf(mode, torch.ones(6, 4, dtype=dtype), "x")
+    with mode:
+        graph = trace(function, (x,)).graph
+    return [node for node in graph.nodes if node.target is READ_NUMBERS]
+
+
+def written_out_twice(x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[x > 0] = x[x > 0] * 2
+    y.add_(1)
+    return (y + x)[(x > 0).logical_and(y > 0)].sum() + (y * x)[x > 0].sum()
+
+
+def written_to(x: Tensor) -> Tensor:
+    x = x.clone()
+    first = x[x > 0].sum()
+    x.add_(1)
+    return first + x[x > 0].sum()
+
+
+def written_to_by_a_view(x: Tensor) -> Tensor:
+    x = x.clone()
+    rows, part = x.view(-1), x[:2].detach()
+    first = x[rows.view_as(x) > 0].sum()
+    part.mul_(2)
+    return first + x[rows.view_as(x) > 0].sum()
+
+
+def drawn(x: Tensor) -> Tensor:
+    return x[torch.rand_like(x) > 0.5].sum() + x[torch.rand_like(x) > 0.5].sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "times"), [(written_out_twice, 2), (written_to, 2), (written_to_by_a_view, 2), (drawn, 2)]
+)
+def test_equal_contents_are_read_once(function: Callable[[Tensor], Tensor], times: int) -> None:
+    assert len(reads(function)) == times
+
+
+def test_counts_are_known_not_to_be_negative() -> None:
+    counts = reads(lambda x: torch.zeros(torch.nn.functional.one_hot(x[:, 0], 3).sum(0).tolist()[0]), torch.int64)
+    assert [node.args[2] for node in counts] == ["0 <= n0\n0 <= n1\n0 <= n2"]
+    (sums,) = reads(lambda x: x * x.sum().item(), torch.int64)
+    assert sums.args == (sums.args[0],)
+
+
+def test_a_list_is_read_at_once() -> None:
+    """torch's own fakes read each element of a list for itself."""
+    before = FakeTensor.tolist
+    assert len(reads(lambda x: x * sum(x[0].sum(0, keepdim=True).repeat(3).tolist()), torch.int64)) == 1
+    assert FakeTensor.tolist is before
+
+
+def test_facts_are_checked_when_real_numbers_are_read() -> None:
+    numbers = torch.tensor([2, 3])
+    assert READ_NUMBERS(numbers, [5], "n0 + n1 == s0\tall rows\tmodel.py:3") == [2, 3]
+    with pytest.raises(GuardError, match="do not fit together") as caught:
+        READ_NUMBERS(numbers, [6], "0 <= n0\nn0 + n1 == s0\tall rows\tmodel.py:3")
+    assert (caught.value.where, caught.value.expected) == ("model.py:3", "all rows")
+    assert caught.value.got == "n0 = 2, n1 = 3, s0 = 6"
