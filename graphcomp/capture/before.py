@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from graphcomp.ir.effects import reads_numbers
 from graphcomp.ir.interp import Boxed, boxed_callable
 from graphcomp.ir.program import Program
 from graphcomp.ir.signature import BatchLeaf, Constant, Role, Size
@@ -29,11 +28,6 @@ class Before:
         read = self._call([known[what] for what in self.program.inputs])
         names = (what.symbol for what in self.program.outputs if isinstance(what, Size))
         return {**sizes, **dict(zip(names, read, strict=True))}
-
-    @property
-    def host_syncs(self) -> int:
-        """How often it waits for the device."""
-        return sum(map(reads_numbers, self.program.calls()))
 
     @cached_property
     def _call(self) -> Boxed:
