@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -114,6 +115,42 @@ def test_the_object_behind_a_loss(bound: bool) -> None:
     loss = trainer.loss if bound else trainer
     assert assert_followed(Scaled(), loss, lambda: setattr(trainer, "alpha", 3.0)) == 2
     assert assert_followed(Scaled(), loss, lambda: trainer.weight.fill_(3.0)) == 1
+
+
+class Criterion(nn.Module):
+    """A loss that a module or a class computes."""
+
+    rate = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = 1.0
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return output.pow(2).mean() * self.alpha
+
+    @classmethod
+    def of_class(cls, output: Tensor, batch: Any) -> Tensor:
+        return output.pow(2).mean() * cls.rate
+
+
+def test_the_module_and_the_class_behind_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    criterion = Criterion()
+    assert assert_followed(Scaled(), criterion.loss, lambda: setattr(criterion, "alpha", 3.0)) == 2
+    assert assert_followed(Scaled(), Criterion.of_class, lambda: monkeypatch.setattr(Criterion, "rate", 3.0)) == 2
+
+
+class ByCached(Scaled):
+    @functools.cached_property
+    def kind(self) -> float:
+        return SCALE
+
+    def scale(self) -> float:
+        return self.kind * SCALE
+
+
+def test_what_a_cached_property_uses_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_followed(ByCached(), square, lambda: monkeypatch.setitem(globals(), "SCALE", 7.0))
 
 
 def test_attributes_that_no_code_names_change_nothing() -> None:

@@ -73,6 +73,7 @@ FREE: dict[str, Function] = {
     "pools and strides": pooled,
     "a mask": lambda m, h, g: torch.ones(h.shape[0], h.shape[0], dtype=h.dtype).tril() @ h,
     "an outer product": lambda m, h, g: (h @ g.mT).softmax(-1) @ g,
+    "all pairs in a row": lambda m, h, g: (h @ h.mT).flatten().softmax(0).view(h.shape[0], -1) @ h * h.shape[0],
     "expanded": lambda m, h, g: h.sum(0).expand(g.shape[0], WIDTH) + g,
     "repeated": lambda m, h, g: h.repeat_interleave(2, 0) * torch.arange(2 * h.shape[0])[:, None],
     "rolled": lambda m, h, g: h.roll(h.shape[0] // 2, 0) * torch.arange(h.shape[0])[:, None],

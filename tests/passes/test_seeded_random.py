@@ -106,6 +106,7 @@ DRAWING: dict[str, Callable[[Tensor], Tensor]] = {
     "uniform_": lambda h: h + torch.empty_like(h).uniform_(-1, 2),
     "normal_": lambda h: h + torch.empty_like(h).normal_(1, 2),
     "normal of tensors": lambda h: h + torch.normal(h.detach(), h.detach().abs()),
+    "normal of a tensor and a number": lambda h: h + torch.normal(h.detach(), 2.0),
     "exponential_": lambda h: h + torch.empty_like(h).exponential_(2.0),
 }
 
