@@ -21,7 +21,7 @@ from torch.distributed.tensor._ops import utils
 from torch.utils._sympy.functions import FloorDiv
 
 from graphcomp.compat.replaced import replaced
-from graphcomp.compat.run_time_sizes import hint
+from graphcomp.compat.run_time_sizes import hint, is_run_time
 from graphcomp.errors import CaptureError
 
 Size = Any  # an int, or a symbolic one
@@ -112,9 +112,10 @@ class _Wholes:
     def note(self, tensor: DTensor) -> None:
         """Take note of a tensor whose part becomes a plain one."""
         mesh, dim = tensor.device_mesh, _split_dim(tensor.device_mesh, tensor.placements, tensor.dim())
-        if dim is None or tensor.shape[dim] % mesh.size() == 0:
+        size = None if dim is None else tensor.shape[dim]
+        if dim is None or is_run_time(size) or size % mesh.size() == 0:
             return
-        size, known = tensor.shape[dim], self._known.setdefault(mesh, [])
+        known = self._known.setdefault(mesh, [])
         whole = next((one for one in known if _key(one.size) == _key(size)), None)
         if whole is None:
             whole = _Whole(size, [length for length, _ in _parts(size, mesh.size())])

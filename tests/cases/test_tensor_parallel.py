@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, blocks: int, inner: int) -> None:
+    def __init__(self, blocks: int, inner: int = INNER) -> None:
         super().__init__()
         self.embed, self.norm = nn.Embedding(CLASSES, WIDTH), nn.LayerNorm(WIDTH)
         self.blocks = nn.ModuleList(Block(inner) for _ in range(blocks))
