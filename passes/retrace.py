@@ -18,11 +18,12 @@ from torch.fx.node import map_arg
 from graphcomp.compat.decompositions import Table, trace_with
 from graphcomp.compat.symbolic_sizes import CONCRETE_OPERATORS, symbolic_bodies
 from graphcomp.compat.tracing import observe_nodes
+from graphcomp.errors import CaptureError
 from graphcomp.ir import meta
 from graphcomp.ir.body import take_up
 from graphcomp.ir.normalize import lift_sizes
 from graphcomp.ir.program import Program
-from graphcomp.ir.signature import Constant, Role, Size
+from graphcomp.ir.signature import Role, Size
 from graphcomp.passes.operations import settle_operations
 from graphcomp.passes.symbols import with_all_sizes
 
@@ -122,8 +123,6 @@ class _Rebuild:
         self.graph = Graph()
         self.copies: dict[Node, Node] = {}
         self.written: dict[str, Node] = {}
-        self.inputs: list[Role] = list(old.inputs)
-        self.constants = dict(old.constants)
         self.names = self._names()
         self.taken = {node.name for node in old.graph.nodes} | set(self.names.values())
 
@@ -152,20 +151,24 @@ class _Rebuild:
         self._placeholders([node for node in nodes if node.op == "placeholder"])
         for node in nodes:
             if node.op == "get_attr":
-                self._constant(node)
-            elif node.op == "call_function":
+                raise CaptureError(
+                    f"what program '{self.old.name}' is replaced by makes a tensor from numbers",
+                    where=str(node.target),
+                    do="leave out the pass 'decompose', or take another table",
+                )
+            if node.op == "call_function":
                 self._call(node)
         returned: Any = self.module.graph.output_node().args[0]
         self.graph.output(tuple(self.copies[r] if isinstance(r, Node) else r for r in returned))
         sizes = {role.symbol: node for role, node in self._inputs() if isinstance(role, Size)}
         lift_sizes(self.graph, self.old.fake_mode, sizes)
-        new = replace(self.old, graph=self.graph, inputs=tuple(self.inputs), constants=self.constants)
+        new = replace(self.old, graph=self.graph, constants=dict(self.old.constants))
         settle_operations(new, {})
         return Retraced(new, self.written)
 
     def _inputs(self) -> list[tuple[Role, Node]]:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
-        return list(zip(self.inputs, placeholders, strict=True))
+        return list(zip(self.old.inputs, placeholders, strict=True))
 
     def _placeholders(self, traced: list[Node]) -> None:
         by_old = dict(zip(self.order, traced, strict=True))
@@ -173,19 +176,6 @@ class _Rebuild:
             new = self.graph.placeholder(old.name)
             new.meta = dict(old.meta)
             self.copies[by_old[old]] = new
-
-    def _constant(self, node: Node) -> None:
-        """A literal tensor made during the run becomes an input."""
-        literal = getattr(self.module, str(node.target))
-        name = f"{self.old.name}.{node.target}"
-        while name in self.constants:
-            name += "_"
-        with self.graph.inserting_after(self._inputs()[-1][1] if self.inputs else None):
-            new = self.graph.placeholder(f"constant_{node.target}")
-        self.inputs.append(Constant(name))
-        self.constants[name] = literal
-        meta.set_value(new, self.old.fake_mode.from_tensor(literal, static_shapes=True))
-        self.copies[node] = new
 
     def _call(self, node: Node) -> None:
         origin = self.replay.origin.get(node)

@@ -82,3 +82,12 @@ def test_a_decomposition_that_depends_on_sizes_is_refused(monkeypatch: pytest.Mo
     with pytest.raises(CaptureError, match="depend on particular sizes") as error:
         Decompose("core").apply(sample())
     assert "Eq(" in str(error.value.got)
+
+
+def test_a_decomposition_that_makes_a_tensor_from_numbers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be an input that nobody gives."""
+    table = {aten.silu.default: lambda x: x * torch.tensor([1.0, 2.0, 4.0, 8.0])}
+    monkeypatch.setattr(decompose, "TABLES", {"inductor": lambda: table})
+    with pytest.raises(CaptureError, match="replaced by makes a tensor from numbers") as caught:
+        Decompose().apply(sample())
+    assert "leave out the pass 'decompose'" in str(caught.value)
