@@ -101,7 +101,7 @@ def _batch_norm(
     return aten._native_batch_norm_legit.default(x, weight, bias, mean, variance, training, momentum, eps)
 
 
-def _cudnn_batch_norm(
+def _cudnn_batch_norm(  # only on CUDA: torch calls it there alone
     x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
 ) -> Any:
     """cuDNN's variant has no functional form; the native one computes the same up to rounding. Its fourth
@@ -111,7 +111,7 @@ def _cudnn_batch_norm(
     return *_batch_norm(x, weight, bias, mean, variance, training, momentum, eps), scratch
 
 
-def _cudnn_batch_norm_backward(
+def _cudnn_batch_norm_backward(  # only on CUDA: torch calls it there alone
     x: Any,
     grad: Any,
     weight: Any,
