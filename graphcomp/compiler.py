@@ -44,7 +44,8 @@ from graphcomp.passes.manager import PassManager, Record
 from graphcomp.passes.noop import NoOp
 from graphcomp.passes.row_region import find_head
 from graphcomp.passes.seeded_random import SeededRandom
-from graphcomp.plan import Plan
+from graphcomp.passes.split_norms import SplitNorms
+from graphcomp.plan import DATA_AXES, Plan
 from graphcomp.progress import Progress
 from graphcomp.runtime.program.instructions import RankProgram, RunKind
 from graphcomp.runtime.program.lower import lower
@@ -54,9 +55,12 @@ from graphcomp.schedule import Schedule
 LossFunction = Callable[[Any, Any], Any]
 
 
-def joint_passes(seeded: bool) -> list[Pass]:
-    """The passes between capture and partition. seeded: random draws become functions of the step's seed."""
-    first: list[Pass] = [Functionalize(), *([SeededRandom()] if seeded else [])]
+def joint_passes(seeded: bool, in_turn: bool = False) -> list[Pass]:
+    """The passes between capture and partition. seeded: random draws become functions of the step's seed.
+
+    in_turn: several data ranks change the same buffers.
+    """
+    first: list[Pass] = [Functionalize(), *([SplitNorms()] if in_turn else []), *([SeededRandom()] if seeded else [])]
     return [*first, NoOp(), CommonSubexpressions(), DeadCode()]
 
 
@@ -152,7 +156,7 @@ class GraphCompiler:
             trace = capture if self._trace is None else self._trace
             joint = trace(self.model, self.loss_fn, example, training=training, device=device, mesh=mesh)
             self.traces += 1
-            manager = PassManager(joint_passes(self.is_cut))
+            manager = PassManager(joint_passes(self.is_cut, self.in_turn))
             program, before = read_before(manager.run(joint.program))
             if before is not None:
                 verify(before.program, made_by="read_before")
@@ -167,13 +171,20 @@ class GraphCompiler:
         """Whether more than one stage or process takes part, so that draws must not depend on who runs what."""
         return self.plan.stage_count > 1 or self.plan.mesh is not None or self.data_ranks > 1
 
+    @property
+    def in_turn(self) -> bool:
+        """Whether several data ranks change the same buffers, one after the other."""
+        return max(self.data_ranks, *map(self.plan.axis, DATA_AXES)) > 1
+
     def partition(self, specialisation: Specialisation | None = None, *, outputs: bool = False) -> Partitioned:
         """The stages of a specialisation (the latest by default). outputs: with the model's own outputs."""
         one = specialisation or self._latest()
         if outputs not in one.partitions:
             homes = self.homes if self.is_cut else None
             joint = one.joint if self.plan.loss_chunks == 1 else self._chunked(one, outputs)
-            cut = partition(joint, self.plan.stage_count, self.plan.split, outputs=outputs, homes=homes)
+            cut = partition(
+                joint, self.plan.stage_count, self.plan.split, outputs=outputs, homes=homes, in_turn=self.in_turn
+            )
             for program in cut.programs:
                 verify(program, made_by="partition")
             one.partitions[outputs] = cut
@@ -228,15 +239,16 @@ class GraphCompiler:
         outputs: bool = False,
         rank: int | None = None,
         data: DataParallel | None = None,
+        data_rank: int = 0,
     ) -> RankPrograms:
         """The programs of all ranks, or of one, for a step with these microbatches (by default as many as stages).
 
-        data: what the step does over data ranks, if there are several.
+        data: what the step does over data ranks, if there are several, of which this one is `data_rank`.
         """
         given = partitioned or [self.partition(outputs=outputs)] * self.plan.stage_count
         schedule = self.schedule(given)
         ranks = range(len(schedule.ranks))
-        programs = tuple(lower(given, schedule, one, outputs, data) for one in ranks)
+        programs = tuple(lower(given, schedule, one, outputs, data, data_rank) for one in ranks)
         prove(programs, schedule.placement)
         return RankPrograms(schedule, programs if rank is None else (programs[rank],))
 

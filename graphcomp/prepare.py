@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,9 +14,9 @@ from graphcomp.compiler import GraphCompiler, RankPrograms, Specialisation
 from graphcomp.dataparallel.contribution import Contribution, combine, contribution
 from graphcomp.dataparallel.spec import Shards, Spec
 from graphcomp.dataparallel.step import DataParallel
-from graphcomp.errors import StateError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
+from graphcomp.owned import Owned
 from graphcomp.partition import Partitioned
 from graphcomp.runtime.program.executor import RankExecutor
 from graphcomp.runtime.program.fingerprint import CheckedTransport, Steps
@@ -28,9 +29,8 @@ from graphcomp.runtime.ranks.exchanges import Exchanges, exchanges
 from graphcomp.runtime.ranks.layout import Layout
 from graphcomp.runtime.ranks.tensor_ranks import values_text
 from graphcomp.runtime.results.closing import Closing, Packing
-from graphcomp.runtime.state.initial import Initialiser, Recipe
+from graphcomp.runtime.state.initial import Recipe
 from graphcomp.runtime.state.live import LiveState
-from graphcomp.runtime.state.materialize import Holding, allocation, initialisation, on_meta
 from graphcomp.runtime.state.replicas import copy_from_first
 from graphcomp.runtime.state.shards import shard_parameters, sharding_text
 
@@ -86,8 +86,8 @@ def key_of(specialisations: Sequence[Specialisation], outputs: bool) -> Key:
 class Preparation:
     """Prepares steps of the pipelines in this process: of one, or, virtually, of all data ranks."""
 
-    def __init__(self, compiler: GraphCompiler, layout: Layout, virtual: bool, state: LiveState) -> None:
-        self.compiler, self.layout, self.virtual, self.state = compiler, layout, virtual, state
+    def __init__(self, compiler: GraphCompiler, layout: Layout, virtual: bool, state: LiveState, owned: Owned) -> None:
+        self.compiler, self.layout, self.virtual, self.state, self.owned = compiler, layout, virtual, state, owned
         self.agreement = Agreement(layout)
         self._compiled: dict[Key, Compiled] = {}
         self._linked: dict[object, tuple[Prepared, ...]] = {}
@@ -135,10 +135,8 @@ class Preparation:
         try:
             for line in lines:
                 made[key_of(line, outputs)] = self._compile(line, outputs)
-            if self.layout.data_ranks > 1:
-                self._check_buffers(one_of_each.values())
             if self.recipe is not None:
-                materialize = self.materialisation(self.recipe)
+                materialize = self.owned.materialisation(self.recipe)
             wire = "\n".join(_wire_text(self.compiler, one) for one in made.values())
             if self._shards and self.layout.data_mesh is not None and not self._spread:
                 to_shard = sharding_text(self.compiler.model, self.layout.data_mesh)
@@ -163,7 +161,12 @@ class Preparation:
                 self._contributions |= {one.number: one for one in contribution_of_each}
         if self.layout.data_mesh is not None and not self._spread:
             self.spreading = True
-            (shard_parameters if self._shards else copy_from_first)(self.compiler.model, self.layout.data_mesh)
+            model, mesh = self.compiler.model, self.layout.data_mesh
+            if self._shards:
+                shard_parameters(model, mesh)
+            else:
+                copy_from_first(model.parameters(), mesh)
+            copy_from_first(model.buffers(), mesh)
             self.spreading, self._spread = False, True
         materialize()
         for key, compiled in made.items():
@@ -172,53 +175,6 @@ class Preparation:
             self._compiled[key] = compiled
         self._homes, self._begun = homes, True
         self.state.refresh()
-
-    @property
-    def is_placed(self) -> bool:
-        """Whether it is known which stage holds what."""
-        return len(self.layout.ranks) == 1 or self.virtual or bool(self.compiler.homes)
-
-    def holds(self, name: str) -> bool:
-        """Whether a parameter or buffer is held in this process. What no stage uses, the first one holds."""
-        homes = self.compiler.homes.get(name, (0,))
-        return self.virtual or any(stage in homes for stage in self.layout.own_stages)
-
-    @property
-    def used(self) -> set[str]:
-        """The parameters and buffers that steps in this process read."""
-        return {name for name in self.compiler.homes if self.holds(name)}
-
-    @property
-    def holding(self) -> Holding:
-        return Holding(self.layout.device, self.layout.data_mesh if self._shards else None)
-
-    def materialisation(self, recipe: Recipe) -> Callable[[], None]:
-        """What gives memory and first values to all that this process holds on meta; that may be nothing.
-
-        Raises StateError for a model of which something cannot be initialised, also if another rank holds that.
-        """
-        names = [name for name in on_meta(self.compiler.model) if self.is_placed and self.holds(name)]
-        if self.is_placed and not names:
-            return _nothing
-        return initialisation(self.compiler.model, recipe, names, self.holding)
-
-    def memory(self, filled: Collection[str], init: Initialiser | None) -> Callable[[], None]:
-        """What gives memory to all that this process holds on meta: first values where the caller fills in none.
-
-        Raises StateError for what cannot be placed or initialised.
-        """
-        model = self.compiler.model
-        held = [name for name in on_meta(model) if self.holds(name)]
-        empty = [name for name in held if name in filled]
-        others = [name for name in held if name not in filled]
-        allocate = allocation(model, empty, self.holding)
-        initialise = initialisation(model, Recipe(init), others, self.holding, others) if others else _nothing
-
-        def give() -> None:
-            allocate()
-            initialise()
-
-        return give
 
     @property
     def _shards(self) -> bool:
@@ -260,17 +216,6 @@ class Preparation:
     def _rank(self) -> int | None:
         return None if self.virtual else self.layout.rank
 
-    def _check_buffers(self, specialisations: Iterable[Specialisation]) -> None:
-        for one in specialisations:
-            for what in one.joint.program.outputs:
-                if isinstance(what, role.BufferUpdate):
-                    raise StateError(
-                        f"buffer '{what.name}' is changed in forward: every data rank would change it its own way",
-                        where=f"buffer '{what.name}'",
-                        expected="a model that changes no buffer, where there is more than one data rank",
-                        do="freeze it (model.eval() for its module), or use a layer without running statistics",
-                    )
-
     def link(self, lines: Sequence[Key], ranks: Sequence[DataRank]) -> tuple[Prepared, ...]:
         """What the pipelines in this process need, next to what all data ranks do. Needs no agreement: it follows."""
         everyone = tuple(rank.contribution for rank in ranks)
@@ -278,35 +223,50 @@ class Preparation:
         found = self._linked.get(key)
         if found is None:
             total = combine([self._contributions[number] for number in everyone])
-            data, calls = self._step_programs(total, len(lines))
-            each = zip(lines, calls, strict=True)
-            found = tuple(self._line(self._compiled[line], line[1], total, data, own) for line, own in each)
+            updated = tuple(self._contributions[number].updated for number in everyone)
+            data, calls = self._step_programs(total, updated, len(lines))
+            first = 0 if self.virtual else self.layout.data_rank
+            each = zip(itertools.count(first), lines, calls, strict=False)
+            found = tuple(self._line(self._compiled[line], line[1], total, data, own, at) for at, line, own in each)
             while len(self._linked) >= KEPT:
                 del self._linked[next(iter(self._linked))]
             self._linked[key] = found
         return found
 
-    def _step_programs(self, total: Contribution, lines: int) -> tuple[DataParallel | None, Sequence[StepCalls]]:
-        """What is done once a step, for each pipeline of this process: the same whatever its microbatches are."""
-        key = (total.gradients, len(self.compiler.homes))
+    def _step_programs(
+        self, total: Contribution, updated: tuple[tuple[str, ...], ...], lines: int
+    ) -> tuple[DataParallel | None, Sequence[StepCalls]]:
+        """What is done once a step, for each pipeline of this process: the same whatever its microbatches are.
+
+        updated: the buffers that each data rank changes.
+        """
+        key = (total.gradients, updated, len(self.compiler.homes))
         if key not in self._step_calls:
-            self._step_calls[key] = self._make_step_programs(total, lines)
+            data = self._data(total, updated)
+            self._step_calls[key] = data, self._make_step_calls(data, lines)
         return self._step_calls[key]
 
-    def _make_step_programs(self, total: Contribution, lines: int) -> tuple[DataParallel | None, Sequence[StepCalls]]:
-        data = self._data(total)
+    def _make_step_calls(self, data: DataParallel | None, lines: int) -> Sequence[StepCalls]:
         stages = range(self.compiler.plan.stage_count)
         calls: list[StepCalls] = [{}] * lines
         if data is not None and self.virtual:
             calls = virtual_calls(data, stages)
         elif data is not None and self.layout.data is not None:
             calls = [process_calls(data, self.layout.own_stages, self.layout.data.group_name)]
-        return data, calls
+        return calls
 
     def _line(
-        self, one: Compiled, outputs: bool, total: Contribution, data: DataParallel | None, calls: StepCalls
+        self,
+        one: Compiled,
+        outputs: bool,
+        total: Contribution,
+        data: DataParallel | None,
+        calls: StepCalls,
+        data_rank: int,
     ) -> Prepared:
-        programs = self.compiler.lower(one.partitioned, outputs=outputs, rank=self._rank, data=data)
+        programs = self.compiler.lower(
+            one.partitioned, outputs=outputs, rank=self._rank, data=data, data_rank=data_rank
+        )
         network = VirtualNetwork()
         executors = tuple(
             RankExecutor(
@@ -327,7 +287,7 @@ class Preparation:
         scale = _scale_dtype(one.partitioned)
         return Prepared(one.partitioned, programs, executors, closing, packings, total, data, scale)
 
-    def _data(self, total: Contribution) -> DataParallel | None:
+    def _data(self, total: Contribution, updated: tuple[tuple[str, ...], ...]) -> DataParallel | None:
         if self.layout.data_ranks == 1:
             return None
         plan, ranks = self.compiler.plan, self.layout.data_ranks
@@ -346,6 +306,11 @@ class Preparation:
             plan.bucket_bytes,
             plan.accumulate_dtype,
             self.layout.data_axis,
+            {
+                name: Spec(name, tuple(buffer.shape), buffer.dtype, self.layout.device.type)
+                for name, buffer in self.state.buffers().items()
+            },
+            updated,
             plan.pipeline_ranks,
         )
 
@@ -376,10 +341,12 @@ def _nothing() -> None:
 
 def _model_text(model: nn.Module) -> str:
     """What all ranks must have in common from the start."""
-    return "\n".join(
+    found = [
         f"parameter '{name}' {tuple(p.shape)} {p.dtype}, requires_grad={p.requires_grad} {placed(p)}".rstrip()
         for name, p in model.named_parameters()
-    )
+    ]
+    found += [f"buffer '{name}' {tuple(b.shape)} {b.dtype} {placed(b)}".rstrip() for name, b in model.named_buffers()]
+    return "\n".join(found)
 
 
 def _wire_text(compiler: GraphCompiler, one: Compiled) -> str:

@@ -160,11 +160,11 @@ class CompiledStep:
 
     def owner(self) -> Callable[[str], bool]:
         """A function that says whether this rank owns the parameter or buffer of a name. Raises as above."""
-        if not self.engine.preparation.is_placed:
+        if not self.engine.owned.is_placed:
             raise StepError(
                 "it is not known yet which stage owns what", do="run a step, or call step.compile(example) first"
             )
-        return self.engine.preparation.holds
+        return self.engine.owned.holds
 
     def state_dict(self) -> dict[str, Any]:
         """As `model.state_dict()`, with the same names: what this rank owns of it, in the memory of the model.

@@ -19,6 +19,7 @@ from graphcomp.passes.functionalize import Functionalize
 from graphcomp.passes.noop import NoOp
 from graphcomp.passes.order_collectives import OrderCollectives
 from graphcomp.passes.seeded_random import SeededRandom
+from graphcomp.passes.split_norms import SplitNorms
 
 PASSES: Mapping[str, type[Pass]] = MappingProxyType(
     {
@@ -33,6 +34,7 @@ PASSES: Mapping[str, type[Pass]] = MappingProxyType(
             NoOp,
             OrderCollectives,
             SeededRandom,
+            SplitNorms,
         )
     }
 )

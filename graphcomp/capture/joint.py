@@ -11,6 +11,7 @@ from graphcomp.capture.state import Captured
 from graphcomp.compat.pytree import TreeSpec
 from graphcomp.ir.printer import print_program
 from graphcomp.ir.program import Program
+from graphcomp.ir.signature import BufferUpdate, Grad
 from graphcomp.ir.sizes import Sizes
 
 
@@ -77,6 +78,16 @@ class Joint:
     groups: Mapping[str, str] = field(default_factory=dict)
     chunks: LossChunks | None = None
     before: Before | None = None
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it has a backward; otherwise it evaluates."""
+        return any(isinstance(what, Grad) for what in self.program.outputs)
+
+    @property
+    def updated(self) -> tuple[str, ...]:
+        """The buffers that a step of it writes."""
+        return tuple(what.name for what in self.program.outputs if isinstance(what, BufferUpdate) and self.is_training)
 
     def __str__(self) -> str:
         first = "" if self.before is None else f"{print_program(self.before.program)}\n"

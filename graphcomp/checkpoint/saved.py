@@ -179,7 +179,7 @@ def _look(step: CompiledStep, given: Path, optimizer: Optimizer | None, init: In
             )
         groups = groups_to_load(step.model, optimizer, plain["optimizer"])
     names = {one.name: MODEL + key for one, key in read}
-    return _Found(folder, plain, names, tensors, groups, step.engine.preparation.memory(list(names), init))
+    return _Found(folder, plain, names, tensors, groups, step.engine.owned.memory(list(names), init))
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:

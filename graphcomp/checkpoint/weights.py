@@ -77,7 +77,7 @@ def load_state_dict(step: CompiledStep, state: Mapping[str, Any], strict: bool) 
     def look() -> Source:
         if wrong:
             raise CheckpointError(f"'{wrong[0]}' of the state dict is no tensor", got=type(state[wrong[0]]).__name__)
-        holding = step.engine.preparation.holding
+        holding = step.engine.owned.holding
         for one in entries(step).owned:
             placed = (holding.placed if is_on_meta(one.tensor) else placed_as)(one.tensor)
             for key in one.keys:
@@ -95,7 +95,7 @@ def fill(
     def prepare() -> tuple[Source, Match, Callable[[], None]]:
         source = look()
         found = match(entries(step), source.shapes, source.extra_state, strict, every)
-        return source, found, step.engine.preparation.memory([one.name for one, _ in found.read], init)
+        return source, found, step.engine.owned.memory([one.name for one, _ in found.read], init)
 
     source, found, give_memory = step.engine.together.look("load weights", prepare, refusal=CheckpointError)
 

@@ -18,6 +18,7 @@ class Contribution:
     """losses, metrics: in order of first appearance. floating: the losses whose counts are float weights.
 
     gradients: the parameters that some microbatch has a gradient for. seeded: some program draws random numbers.
+    updated: the buffers that some microbatch changes.
     """
 
     losses: tuple[LossSpec, ...]
@@ -25,11 +26,12 @@ class Contribution:
     floating: frozenset[str]
     gradients: tuple[str, ...]
     seeded: bool
+    updated: tuple[str, ...]
 
     @cached_property
     def number(self) -> int:
         """The same in every process for equal contributions."""
-        parts = (self.losses, self.metrics, sorted(self.floating), self.gradients, self.seeded)
+        parts = (self.losses, self.metrics, sorted(self.floating), self.gradients, self.seeded, self.updated)
         return number_of(repr(parts))
 
 
@@ -52,6 +54,7 @@ def contribution(joints: Iterable[Joint]) -> Contribution:
         floating=frozenset(floating),
         gradients=tuple(gradients),
         seeded=any(role.Seed() in joint.program.inputs for joint in found),
+        updated=tuple(dict.fromkeys(name for joint in found for name in joint.updated)),
     )
 
 
@@ -78,4 +81,5 @@ def combine(contributions: Sequence[Contribution]) -> Contribution:
         frozenset().union(*(one.floating for one in contributions)),
         tuple(dict.fromkeys(name for one in contributions for name in one.gradients)),
         any(one.seeded for one in contributions),
+        tuple(dict.fromkeys(name for one in contributions for name in one.updated)),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,8 +21,8 @@ class DataParallel:
     ranks: the number of data ranks. specs: every parameter, by name. homes: the stages that hold each of them.
     sharded: those of which every data rank holds some rows. reduced: those that some data rank has a gradient for, in
     this order. regather: gather parameters for every action instead of once a step. axis: what programs call
-    the data ranks. pipeline_ranks: how many ranks hold the stages, stage s is on rank s % that; None: each is on a rank
-    of its own.
+    the data ranks. buffers: every buffer, by name. updated: for each data rank, those that its microbatches change.
+    pipeline_ranks: how many ranks hold the stages, stage s is on rank s % that; None: each is on a rank of its own.
     """
 
     ranks: int
@@ -34,6 +34,8 @@ class DataParallel:
     bucket_bytes: int = 4 * 2**20
     accumulate_dtype: torch.dtype | None = None
     axis: str = "dp"
+    buffers: Mapping[str, Spec] = field(default_factory=dict)
+    updated: tuple[tuple[str, ...], ...] = ()
     pipeline_ranks: int | None = None
 
     def gathered_on(self, stage: int) -> tuple[str, ...]:
@@ -53,6 +55,16 @@ class DataParallel:
         """The gradients that a stage reduces: of its parameters, but for those that a lower stage holds as well."""
         names = [name for name in self.reduced if self.homes.get(name, (None,))[0] == stage]
         return tuple(sorted(names, key=lambda name: name in self.sharded))  # replicated ones first
+
+    def updated_on(self, stage: int) -> tuple[str, ...]:
+        """The buffers of a stage that some data rank changes, in the model's order."""
+        names = {name for each in self.updated for name in each if stage in self.homes.get(name, ())}
+        return tuple(name for name in self.buffers if name in names)
+
+    def turns_on(self, stage: int) -> tuple[int, ...]:
+        """The data ranks that change buffers of a stage, ascending: one after the other, in this order."""
+        names = set(self.updated_on(stage))
+        return tuple(rank for rank, each in enumerate(self.updated) if not names.isdisjoint(each))
 
     def unshard_program(self, stage: int) -> Program | None:
         """Inputs Shard, outputs Param, in the order of `gathered_on`; None if there is nothing to gather."""

@@ -49,8 +49,15 @@ def _rows(data: DataParallel, stage: int, gathers: int) -> Iterator[tuple[object
         for operator, specs in ((ops.ALL_REDUCE, whole), (ops.REDUCE_SCATTER, rows)):
             if specs:
                 yield "reduce", *_calls(reduce, operator, specs), 1
+    buffers = [data.buffers[name] for name in data.updated_on(stage)]
+    if buffers:
+        yield "update", "broadcast", *_amount(buffers), len(data.turns_on(stage)), 1
 
 
 def _calls(program: Program, operator: OpOverload, specs: list[Spec]) -> tuple[object, ...]:
     calls = sum(node.target is operator for node in program.calls())
-    return _NAMES[operator], len(specs), count(sum(spec.numel for spec in specs)), size(bytes_of(specs)), calls
+    return _NAMES[operator], *_amount(specs), calls
+
+
+def _amount(specs: list[Spec]) -> tuple[object, ...]:
+    return len(specs), count(sum(spec.numel for spec in specs)), size(bytes_of(specs))

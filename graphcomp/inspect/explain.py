@@ -107,7 +107,8 @@ class _StageFacts:
         self.saved, self.saved_bytes = len(saved), sum(size_bytes(node) for node in saved)
         self.fields = [what.path for what in inputs if isinstance(what, role.BatchLeaf)]
         self.buffers = [what.name for what in inputs if isinstance(what, role.Buffer)]
-        self.updates = {what.name for what in stage.forward.outputs if isinstance(what, role.BufferUpdate)}
+        results = (what for program in stage.programs for what in program.outputs)
+        self.updates = {what.name for what in results if isinstance(what, role.BufferUpdate)}
 
     def row(self, total: int) -> tuple[object, ...]:
         share = f"{100 * self.flops / total:.1f} %"

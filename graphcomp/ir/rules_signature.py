@@ -23,6 +23,7 @@ from graphcomp.ir.signature import (
     Saved,
     Shard,
     Size,
+    Statistic,
     Tokens,
 )
 from graphcomp.ir.spelling import Symbols
@@ -30,12 +31,12 @@ from graphcomp.ir.spelling import Symbols
 _RESULTS = (Loss, Tokens, Metric, Grad, BufferUpdate, Output)
 INPUTS: dict[Level, tuple[type[Role], ...]] = {
     Level.JOINT: AMBIENT,
-    Level.STAGE: (*AMBIENT, Activation, Saved, Accumulator),
+    Level.STAGE: (*AMBIENT, Activation, Saved, Accumulator, Statistic),
     Level.STEP: (Param, Shard, Grad),
 }
 OUTPUTS: dict[Level, tuple[type[Role], ...]] = {
     Level.JOINT: _RESULTS,
-    Level.STAGE: (*_RESULTS, Activation, Saved, Size),
+    Level.STAGE: (*_RESULTS, Activation, Saved, Statistic, Size),
     Level.STEP: (Param, Shard, Grad),
 }
 MAY_BE_NONE = (Grad,)

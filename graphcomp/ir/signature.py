@@ -190,6 +190,16 @@ class BufferUpdate(Role):
 
 
 @dataclass(frozen=True)
+class Statistic(Role):
+    """A value of a microbatch that the updates of a stage's buffers read, where these run behind the last one."""
+
+    index: int
+
+    def __str__(self) -> str:
+        return f"statistic {self.index}"
+
+
+@dataclass(frozen=True)
 class Output(Role):
     """A tensor of the model's own output, by its path in the output pytree."""
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from torch.fx import Node
 
-from graphcomp.errors import PartitionError
+from graphcomp.errors import PartitionError, StateError
 from graphcomp.ir import signature as role
 from graphcomp.ir.program import Program
 from graphcomp.partition.balance import crossing_bytes, depth
@@ -64,6 +64,22 @@ def require_homes(found: Homes, homes: Homes) -> None:
                 got=f"stages {stages}",
                 do="name the cuts (Plan(split=...)), so that every kind of microbatch is cut alike",
             )
+
+
+def require_one_home(stages: Sequence[Stage], homes: Homes) -> None:
+    """Raises StateError, naming the first, for a buffer that one stage writes and another holds, which would not see
+    what is written."""
+    for stage in stages:
+        names = {what.name for p in stage.programs for what in p.outputs if isinstance(what, role.BufferUpdate)}
+        for name in sorted(names):
+            others = [one for one in homes.get(name, ()) if one != stage.index]
+            if others:
+                raise StateError(
+                    f"buffer '{name}' is written on stage {stage.index} and read on stage {others[0]} by microbatches "
+                    "of another kind, which would find an old value",
+                    where=f"buffer '{name}'",
+                    do="cut the model so that one stage holds all uses of the buffer (Plan(split=...))",
+                )
 
 
 def _ranges(held: Sequence[frozenset[int] | None], stages: int) -> list[tuple[float, float]]:

@@ -21,7 +21,7 @@ from graphcomp.partition.balance import balanced_cuts
 from graphcomp.partition.chunks import check_chunks
 from graphcomp.partition.cuts import named_cuts, owned_forward
 from graphcomp.partition.extract import extract
-from graphcomp.partition.homes import Homes, homes_of, kept_cuts, require_homes
+from graphcomp.partition.homes import Homes, homes_of, kept_cuts, require_homes, require_one_home
 from graphcomp.partition.layouts import arrive_dense, turn_crossing
 from graphcomp.partition.place import Slot, place, split_gradient_sums
 from graphcomp.partition.prologue import build_prologue
@@ -31,6 +31,7 @@ from graphcomp.partition.routes import Routes, needs, route
 from graphcomp.partition.run_time_sizes import check_cuts, crossing_error, has_run_time_size, shown
 from graphcomp.partition.stages import Boundary, Carried, Partitioned, Stage
 from graphcomp.partition.traits import is_alias, order_of, replicable_nodes
+from graphcomp.partition.updates import Update, lift_updates
 
 Result = tuple[Role, Node | None]
 
@@ -42,12 +43,15 @@ def partition(
     *,
     outputs: bool = True,
     homes: Homes | None = None,
+    in_turn: bool = False,
 ) -> Partitioned:
     """Cut a joint program into stages.
 
     split: the modules that begin stages 1, 2, ...; None: a balanced cut into `stages`.
     outputs: whether the model's own outputs are among the results of the stages.
     homes: the stages that hold each parameter and buffer since an earlier cut; this one leaves them there.
+    in_turn: several data ranks change the same buffers, so that updates are programs of their own; an evaluation, which
+        changes nothing, has none.
 
     Raises PartitionError, StateError or LossError, naming what does not fit.
     """
@@ -64,10 +68,15 @@ def partition(
     check_cuts(forward, cuts, split)
     slots = place(program, cuts, forward, replicable)
     check_chunks(forward, cuts, slots)
+    updates = lift_updates(program, slots, replicable, len(cuts), outputs) if in_turn else None
+    if updates and not joint.is_training:
+        updates = {}
     recompute_regions(program, slots, replicable)
-    cut = _Cutter(joint, len(cuts) + 1, replicable, slots, outputs).cut()
+    cut = _Cutter(joint, len(cuts) + 1, replicable, slots, outputs, updates).cut()
     if homes:
         require_homes(homes_of(cut.stages), homes)
+        if joint.is_training:
+            require_one_home(cut.stages, homes)
     held = {name: homes[name] for name in cut.parameter_stages if name in homes} if homes else {}
     return replace(cut, joint=original, parameter_stages={**cut.parameter_stages, **held})
 
@@ -79,6 +88,7 @@ class _Cutter:
     replicable: set[Node]
     slots: dict[Node, Slot]
     outputs: bool
+    updates: Mapping[int, Update] | None
 
     def __post_init__(self) -> None:
         self.program: Program = self.joint.program
@@ -128,6 +138,8 @@ class _Cutter:
         for what, node in self.program.output_items():
             if isinstance(what, role.Tokens) or (isinstance(what, role.Output) and not self.outputs):
                 continue
+            if isinstance(what, role.BufferUpdate) and self.updates is not None:
+                continue
             backward = isinstance(what, role.Grad)
             if node is None:
                 continue
@@ -136,6 +148,9 @@ class _Cutter:
                     self.results.setdefault(Slot(True, stage), []).append((what, self._sum(terms, node)))
             else:
                 self.results.setdefault(self.slots.get(node, Slot(backward, last)), []).append((what, node))
+        for stage, update in (self.updates or {}).items():
+            read = [(role.Statistic(i), node) for i, node in enumerate(update.statistics)]
+            self.results.setdefault(Slot(False, stage), []).extend(read)
 
     def _sum(self, terms: list[Node], like: Node) -> Node:
         """One stage's share of a gradient sum."""
@@ -179,10 +194,12 @@ class _Cutter:
                 for value in needs(node, slot, self.slots, self.replicable, copied[slot.stage]):
                     targets.setdefault(value, set()).add(slot)
         for slot, results in self.results.items():
-            for _, result in results:
+            for what, result in results:
                 if result is not None and result in self.replicable:
                     for value in needs(result, slot, self.slots, self.replicable, copied[slot.stage]):
                         targets.setdefault(value, set()).add(slot)
+                elif isinstance(what, role.Statistic) and self.slots.get(result, slot) != slot:
+                    targets.setdefault(result, set()).add(slot)
         routes = Routes()
         for value, wanted in targets.items():
             if value in self.replicable:  # a stage keeps what its own forward computed
@@ -239,7 +256,8 @@ class _Cutter:
                 [*results, *gradients],
                 [forward, backward],
             )
-        return Stage(index, first, second, fused)
+        updates = (self.updates or {}).get(index)
+        return Stage(index, first, second, fused, updates.program(self.program, index) if updates else None)
 
     def _extract(
         self,

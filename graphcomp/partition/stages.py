@@ -47,23 +47,26 @@ class Stage:
     """The programs of one stage; all signatures are subsets of the ambient inputs, Activation and Saved roles.
 
     forward: outputs Activation(index, index+1, i) in order, then Saved(i) in order, then Loss, Metric, BufferUpdate,
-        Output.
+        Output, Statistic(i).
     backward: inputs with Saved(i) and Activation(index+1, index, i); outputs Activation(index, index-1, i), then Grad.
         None where nothing in this stage or below needs a gradient.
     fused: both in one, without saved values, for when the schedule runs them back to back. The forward where there is
         no backward; None where the backward waits for a later stage.
+    update: inputs Buffer and Statistic(i), outputs BufferUpdate, where several data ranks change the same buffers: run
+        behind the last microbatch, when this data rank's turn has come. None where nothing is to be updated.
     """
 
     index: int
     forward: Program
     backward: Program | None
     fused: Program | None
+    update: Program | None = None
 
     @property
     def programs(self) -> tuple[Program, ...]:
         """Those that there are, in this order, each once."""
         fused = None if self.fused is self.forward else self.fused
-        return tuple(program for program in (self.forward, self.backward, fused) if program is not None)
+        return tuple(program for program in (self.forward, self.backward, fused, self.update) if program is not None)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.programs))

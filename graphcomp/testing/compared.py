@@ -71,8 +71,8 @@ class Process(Compared):
     def __init__(self, step: CompiledStep, microbatches: Sequence[Any]) -> None:
         self.step, self.compiler, self.layout = step, step.compiler, step.layout
         self.own = as_microbatches(microbatches)
-        if step.plan.parameters == "shard" and self.layout.data_ranks > 1:
-            step.compile(self.own[0])  # parameters and the gradients they have are sharded now, if they were not
+        if self.layout.data_ranks > 1:
+            step.compile(self.own[0])  # what data ranks make equal, or shard, they do so now
         # Fetched now, for all ranks have to take part; a difference is looked into by the rank that has found it.
         self.wholes = {n: _whole(p) for n, p in step.model.named_parameters() if isinstance(p, DTensor)}
         self.lines = self._lines()

@@ -84,9 +84,9 @@ def check_parity(
     program of one stage, which draws eager's, is compared with eager; then the step with the uncut program that it was
     cut from, run microbatch by microbatch on the same seeds. That one is in the table.
 
-    The model is left as it was, but for what the first step over data ranks does to parameters: all get the values of
-    the first data rank, and are sharded if the plan says so. Raises ParityError with the first difference and the first
-    graph node that differs.
+    The model is left as it was, but for what the first step over data ranks does: parameters and buffers get the values
+    of the first data rank, and parameters are sharded if the plan says so. Raises ParityError with the first difference
+    and the first graph node that differs.
     """
     if data_ranks > 1 and (step is not None or (plan is not None and plan.mesh is not None)):
         raise PlanError(
@@ -162,13 +162,14 @@ def _check_comparable(joints: Sequence[Joint], compared: Compared) -> None:
 
 def _written(buffers: dict[str, torch.Tensor], compiler: GraphCompiler) -> dict[str, torch.Tensor]:
     """The buffers that this process's stages may write; others keep their values on a rank of a pipeline."""
-    last = compiler.specialisations[-1]
     names = {
         what.name
-        for cut in last.partitions.values()
+        for one in compiler.specialisations
+        for cut in one.partitions.values()
         for stage in cut.stages
-        if any(stage.index == key[1] for key in last.callables)
-        for what in stage.forward.outputs
+        if any(stage.index == key[1] for key in one.callables)
+        for program in stage.programs
+        for what in program.outputs
         if isinstance(what, role.BufferUpdate)
     }
     return {name: value for name, value in buffers.items() if name in names}
@@ -189,9 +190,9 @@ def _row(kind: str, name: str, expected: torch.Tensor | None, found: torch.Tenso
         return Row(kind, name, 0.0, 0.0)
     if expected is None or found is None or expected.shape != found.shape:
         return Row(kind, name, float("inf"), float("inf"))
-    scale = float(expected.abs().max()) if expected.numel() else 0.0
-    part = local_rows(rows_like(found, expected)) if isinstance(found, DTensor) else expected
     wide = torch.promote_types(expected.dtype, torch.float64)
+    scale = float(expected.to(wide).abs().max()) if expected.numel() else 0.0
+    part = local_rows(rows_like(found, expected)) if isinstance(found, DTensor) else expected
     own, theirs = local_rows(found.detach()).to(wide), part.detach().to(wide)
     if own.numel() == 0 or torch.equal(own, theirs):
         return Row(kind, name, 0.0, 0.0)

@@ -12,6 +12,7 @@ from torch import nn
 
 from graphcomp.capture.batch import arguments, plain
 from graphcomp.compat.closures import functions_differentiated
+from graphcomp.compat.modules import own_buffers
 from graphcomp.losses import MeanLoss, Metric, TokenLoss, from_output, normalize
 
 
@@ -28,8 +29,10 @@ class Reference:
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Put gradients, buffers and the default random stream back afterwards."""
+    """Put gradients, buffers (also one that forward replaces) and the default random stream back afterwards."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    tables = [own_buffers(module) for module in model.modules()]
+    places = [(table, key, buffer) for table in tables for key, buffer in table.items() if buffer is not None]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     state = torch.get_rng_state()
     try:
@@ -38,9 +41,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(state)
+        for table, key, buffer in places:
+            table[key] = buffer
         with torch.no_grad():
             for buffer, before in buffers:
-                buffer.copy_(before)
+                if not torch.equal(buffer, before):  # one that is an expanded view cannot be written, nor was it
+                    buffer.copy_(before)
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

@@ -18,7 +18,7 @@ from graphcomp.losses import TokenLoss
 from graphcomp.partition.costs import size_bytes
 from graphcomp.testing import VirtualStep
 from tests.cases.live import LiveBytes
-from tests.cases.tiny import LAYOUTS, assert_equal, divided, next_token, rows, step_of, tiny_gpt
+from tests.cases.tiny import LAYOUTS, assert_equal, dealt, divided, next_token, rows, step_of, tiny_gpt
 from tests.zoo.gpt import TinyGPT
 
 plainly: Callable[..., Any] = lambda function, *args: function(*args)  # noqa: E731
@@ -144,12 +144,12 @@ class Normalised(nn.Module):
         return self.last(checkpoint(lambda h: self.norm(h).relu(), self.first(x), use_reentrant=False))
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(("stages", "data_ranks"), [(1, 1), (2, 1), (1, 2), (2, 3)])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_buffers_of_a_region_change_once_a_microbatch(stages: int, schedule: str) -> None:
+def test_buffers_of_a_region_change_once_a_microbatch(stages: int, data_ranks: int, schedule: str) -> None:
     model, plain = Normalised(), Normalised()
     given = [torch.randn(n, 6) for n in (4, 3, 5)]
-    step_of(model, squares, stages, schedule).run(given)
+    step_of(model, squares, stages, schedule, data_ranks).run(dealt(given, data_ranks))
     for x in given:  # eager without a checkpoint; with one, eager would change them in the second run too
         plain.norm(plain.first(x))
     assert int(model.norm.num_batches_tracked) == 3

@@ -73,7 +73,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
     assert found.shape == expected.shape, (found.shape, expected.shape)
     if expected.numel() == 0:
         return 0.0
-    scale = float(expected.detach().abs().max())
+    scale = float(expected.detach().double().abs().max())
     return float((found.detach().double() - expected.detach().double()).abs().max()) / (scale or 1.0)
 
 

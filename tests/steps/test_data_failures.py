@@ -81,18 +81,12 @@ def models(mesh: DeviceMesh, mode: str, odd: bool) -> dict[str, str]:
         "deeper": lambda: Reversed(blocks=3 if odd else 2),
         "frozen": lambda: freeze(Reversed(), odd),
         "evaluated": lambda: Reversed(scale=2.0).train(not odd),
-        "changes buffers": lambda: ZOO["batch_norm"].build(),
     }
     for kind, build in kinds.items():
         model = build()
         before = [(p, p.detach().clone()) for p in model.parameters()]
-        given, loss_fn = (
-            (batches, case.loss_fn)
-            if isinstance(model, Reversed)
-            else (ZOO["batch_norm"].microbatches(2), ZOO["batch_norm"].loss_fn)
-        )
-        step = gc.compile_train_step(model, loss_fn, plan=plan_of(mesh, mode))
-        found[kind] = refused(step, given)
+        step = gc.compile_train_step(model, case.loss_fn, plan=plan_of(mesh, mode))
+        found[kind] = refused(step, batches)
         untouched = all(type(p) is nn.Parameter and p.grad is None and torch.equal(p, value) for p, value in before)
         found[kind] += f"\nuntouched: {untouched}"
     return found
@@ -199,7 +193,6 @@ def test_other_models_are_refused_before_anything_is_changed(mode: str) -> None:
         assert shows(models["deeper"], "parameter 'norm.weight' (32,)", "parameter 'blocks.2.norm1.weight' (32,)")
         assert shows(models["evaluated"], "training mode of the model: True", "training mode of the model: False")
         assert shows(models["frozen"], "(64, 32) torch.float32, requires_grad=True", "requires_grad=False")
-        assert "StateError: buffer 'norm1.running_mean' is changed in forward" in models["changes buffers"]
 
 
 @pytest.mark.gloo

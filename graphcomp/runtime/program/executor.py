@@ -21,6 +21,7 @@ from graphcomp.runtime.program.inputs import StepInputs, link_binds
 from graphcomp.runtime.program.instructions import (
     FinishSends,
     Instruction,
+    PassBuffers,
     PostReceive,
     RankProgram,
     Reduce,
@@ -30,7 +31,7 @@ from graphcomp.runtime.program.instructions import (
     Unshard,
     WaitReceive,
 )
-from graphcomp.runtime.program.link import Callables, Context, Operation, State, StepCalls, link
+from graphcomp.runtime.program.link import Callables, Context, Operation, State, StepCalls, StepKind, link
 from graphcomp.runtime.program.transport import Transport
 from graphcomp.schedule import named_stages
 
@@ -91,11 +92,7 @@ class RankExecutor:
         context = Context(
             program, tuple(specialisations), callables, transport, torch.device(device), accumulate_dtype, calls
         )
-        self.collectives = sum(
-            calls["unshard" if isinstance(step, Unshard) else "reduce", step.stage].collectives
-            for step in program.instructions
-            if isinstance(step, Unshard) or (isinstance(step, Reduce) and step.part == 0)
-        )
+        self.collectives = sum(calls[key].collectives for key in map(_step_call_of, program.instructions) if key)
         self._operations = [self._link(instruction, context) for instruction in program.instructions]
         self._spans: list[Operation] = []
         self._gradients: dict[int, list[tuple[str, int]]] = {stage: [] for stage in program.stages}
@@ -223,6 +220,18 @@ class RankExecutor:
         return f"in rank {self.rank}, {named_stages(self.program.stages)}, at: {instruction}"
 
 
+def _step_call_of(instruction: Instruction) -> tuple[StepKind, int] | None:
+    """What an instruction does together with the other data ranks."""
+    match instruction:
+        case Unshard(stage):
+            return "unshard", stage
+        case Reduce(stage, _, 0):
+            return "reduce", stage
+        case PassBuffers(stage, kind):
+            return kind, stage
+    return None
+
+
 def span_name(instruction: Instruction) -> str | None:
     """What an instruction is called in the trace of a profiler; None for one that only moves references about."""
     match instruction:
@@ -232,6 +241,8 @@ def span_name(instruction: Instruction) -> str | None:
             return f"graphcomp: stage {stage} unshard"
         case Reduce(stage):
             return f"graphcomp: stage {stage} reduce"
+        case PassBuffers(stage, kind):
+            return f"graphcomp: stage {stage} {kind} buffers"
         case PostReceive(edge, microbatch) | Send(edge, microbatch) | WaitReceive(edge, microbatch):
             verb = {PostReceive: "post receive", Send: "send", WaitReceive: "wait"}[type(instruction)]
             return f"graphcomp: {verb} {edge}" + ("" if microbatch is None else f" microbatch {microbatch}")

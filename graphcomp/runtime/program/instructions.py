@@ -16,8 +16,8 @@ from graphcomp.ir.signature import Role
 from graphcomp.partition.stages import Carried
 from graphcomp.schedule import named_stages
 
-RunKind = Literal["forward", "backward", "fused"]
-ACTION_TEXT: dict[str, str] = {"forward": "F", "backward": "B", "fused": "FB"}
+RunKind = Literal["forward", "backward", "fused", "update"]
+ACTION_TEXT: dict[str, str] = {"forward": "F", "backward": "B", "fused": "FB", "update": "U"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Run:
 
     @property
     def action(self) -> str:
-        """The schedule's text for it, such as `1F0`."""
+        """The schedule's text for it, such as `1F0`; `U` for updates of buffers, which no schedule has."""
         return f"{self.stage}{ACTION_TEXT[self.kind]}{self.microbatch}"
 
     def __str__(self) -> str:
@@ -257,6 +257,24 @@ class Reduce:
 
 
 @dataclass(frozen=True)
+class PassBuffers:
+    """Let the buffers of a stage, which data ranks update in turn, go from hand to hand.
+
+    kind: "take": get what the data ranks before this one have made of them. "pass": give on what this one has made of
+    them, if it updates any, and get what the last one does. arguments: the buffers as this rank has them; results: in
+    the same order.
+    """
+
+    stage: int
+    kind: Literal["take", "pass"]
+    arguments: tuple[int, ...]
+    results: tuple[int | None, ...]
+
+    def __str__(self) -> str:
+        return f"{_names(self.results)} = {self.kind} buffers of stage {self.stage} ({_names(self.arguments)})"
+
+
+@dataclass(frozen=True)
 class UpdateBuffer:
     """What a buffer holds after the step. The caller commits it once the whole step has succeeded."""
 
@@ -308,6 +326,7 @@ Instruction = (
     | HandOver
     | Unshard
     | Reduce
+    | PassBuffers
     | UpdateBuffer
     | Record
     | Free

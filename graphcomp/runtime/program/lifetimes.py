@@ -10,6 +10,7 @@ from graphcomp.runtime.program.instructions import (
     Free,
     HandOver,
     Instruction,
+    PassBuffers,
     Record,
     ReplaceGradient,
     Run,
@@ -23,7 +24,7 @@ from graphcomp.runtime.program.instructions import (
 def uses(instruction: Instruction) -> tuple[int, ...]:
     """The registers an instruction reads."""
     match instruction:
-        case Run() | Send() | Unshard() | HandOver():
+        case Run() | Send() | Unshard() | HandOver() | PassBuffers():
             return instruction.arguments
         case Record():
             return tuple(register for _, register in instruction.items)
@@ -49,7 +50,7 @@ def with_frees(
             for register in dict.fromkeys(uses(instruction))
             if last[register] == place and register not in lasting
         )
-        if isinstance(instruction, Run | WaitReceive | Unshard | HandOver):
+        if isinstance(instruction, Run | WaitReceive | Unshard | HandOver | PassBuffers):
             read = tuple(register if register in last else None for register in instruction.results)
             instruction = replace(instruction, results=read)
         if isinstance(instruction, Run):

@@ -28,6 +28,7 @@ from graphcomp.runtime.program.instructions import (
     HandOver,
     Instruction,
     JoinGradient,
+    PassBuffers,
     PostReceive,
     RankProgram,
     Record,
@@ -68,7 +69,8 @@ Callables = Mapping[tuple[int, int, RunKind], Callable[[list[Any]], Sequence[Any
 
 @dataclass(frozen=True)
 class StepCall:
-    """A step program of a stage, made callable. inputs: shape and dtype of each.
+    """A step program of a stage, or its buffers' way from hand to hand, made callable. inputs: shape and dtype of each,
+    where it is not called with what there is.
 
     call: of one list, which it takes over and empties; None while other virtual ranks have still to come to it: then
     it is called again, with an empty list. collectives: how many it issues. pausing: the same, as a generator that
@@ -81,7 +83,8 @@ class StepCall:
     pausing: Callable[[list[Any]], Generator[None, None, Sequence[Any]]] | None = None
 
 
-StepCalls = Mapping[tuple[Literal["unshard", "reduce"], int], StepCall]
+StepKind = Literal["unshard", "reduce", "take", "pass"]
+StepCalls = Mapping[tuple[StepKind, int], StepCall]
 """By (kind, stage)."""
 
 Operation = Callable[[State], object]
@@ -128,8 +131,10 @@ def link(instruction: Instruction, context: Context) -> Operation:
             return _join(gradient, other, adds)
         case HandOver():
             return _hand_over(instruction)
-        case Unshard():
-            return _unshard(instruction, context)
+        case Unshard(stage):
+            return _together(context.step_calls["unshard", stage], instruction)
+        case PassBuffers(stage, kind):
+            return _together(context.step_calls[kind, stage], instruction)
         case Reduce():
             return _reduce(instruction, context)
         case UpdateBuffer(_, name, register):
@@ -348,9 +353,9 @@ def _hand_over(given: HandOver) -> Operation:
     return operation
 
 
-def _unshard(unshard: Unshard, context: Context) -> Operation:
-    call, arguments = context.step_calls["unshard", unshard.stage].call, unshard.arguments
-    keep = [(register, place) for place, register in enumerate(unshard.results) if register is not None]
+def _together(step_call: StepCall, given: Unshard | PassBuffers) -> Operation:
+    call, arguments = step_call.call, given.arguments
+    keep = [(register, place) for place, register in enumerate(given.results) if register is not None]
 
     def operation(state: State) -> bool:
         box = [] if state.entered else [state.registers[register] for register in arguments]

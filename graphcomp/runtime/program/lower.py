@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from graphcomp.dataparallel.step import DataParallel
 from graphcomp.errors import ScheduleError, VerifyError
@@ -24,6 +25,7 @@ from graphcomp.ir.signature import (
     Seed,
     Shard,
     Size,
+    Statistic,
 )
 from graphcomp.ir.spelling import Symbols
 from graphcomp.partition.accumulating import accumulated
@@ -38,6 +40,7 @@ from graphcomp.runtime.program.instructions import (
     Form,
     HandOver,
     Instruction,
+    PassBuffers,
     PostReceive,
     RankProgram,
     Record,
@@ -70,12 +73,13 @@ def lower(
     rank: int,
     outputs: bool = False,
     data: DataParallel | None = None,
+    data_rank: int = 0,
 ) -> RankProgram:
     """The rank program of `rank`.
 
     specialisations: one a microbatch. schedule: with its transfers, and with whatever is to be fused, fused.
-    outputs: keep the model's own outputs. data: what to do over data ranks, if there are several. Raises
-    ScheduleError if schedule and specialisations do not belong together.
+    outputs: keep the model's own outputs. data: what to do over data ranks, if there are several, of which
+    this one is `data_rank`. Raises ScheduleError if schedule and specialisations do not belong together.
     """
     stages = {len(one.stages) for one in specialisations} or {schedule.stages}
     if len(specialisations) != schedule.microbatches or stages != {schedule.stages}:
@@ -89,7 +93,7 @@ def lower(
         raise ScheduleError(
             "the schedule has no transfers yet", where=f"schedule {schedule.name!r}", do="use with_transfers"
         )
-    return _Lowering(tuple(specialisations), schedule, rank, outputs, data).program()
+    return _Lowering(tuple(specialisations), schedule, rank, outputs, data, data_rank).program()
 
 
 def boundary_of(specialisations: Sequence[Partitioned], action: Action, edge: Edge) -> Boundary:
@@ -115,6 +119,7 @@ class _Lowering:
     rank: int
     outputs: bool
     data: DataParallel | None
+    data_rank: int
     registers: dict[_Key, int] = field(default_factory=dict)
     binds: list[Bind] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
@@ -227,11 +232,14 @@ class _Lowering:
                 where=f"schedule {self.schedule.name!r}, rank {self.rank}",
                 do="insert the transfers before fusing",
             )
-        stage, microbatch = action.stage, action.microbatch
         if action.kind is not Kind.B:
-            self.before[stage, microbatch] = dict(self.buffers)
+            self.before[action.stage, action.microbatch] = dict(self.buffers)
         if self.data is not None and self.data.regather:
-            self.unshard(stage)
+            self.unshard(action.stage)
+        self.call(program, action, _KINDS[action.kind])
+
+    def call(self, program: Program, action: Action, kind: RunKind) -> None:
+        stage, microbatch = action.stage, action.microbatch
         arguments = tuple(self.argument(role, action) for role in program.inputs)
         results: list[int | None] = []
         recorded: list[tuple[Role, int]] = []
@@ -246,7 +254,7 @@ class _Lowering:
                     self.registers[microbatch, role] = register
                     if self.schedule.rank_of(role.target) == self.rank:
                         handed.setdefault(Edge(role.source, role.target), []).append(role)
-                case Saved():
+                case Saved() | Statistic():
                     self.registers[microbatch, stage, role] = register
                 case BufferUpdate(name):
                     self.buffers[stage, name] = register
@@ -257,7 +265,7 @@ class _Lowering:
         self.instructions.append(
             Run(
                 stage,
-                _KINDS[action.kind],
+                kind,
                 microbatch,
                 self.numbers[id(self.specialisations[microbatch])],
                 arguments,
@@ -309,7 +317,7 @@ class _Lowering:
                 return self.known((stage, role), action, role)
             case Activation():
                 return self.known((microbatch, role), action, role)
-            case Saved():
+            case Saved() | Statistic():
                 return self.known((microbatch, stage, role), action, role)
             case Buffer(name) if (stage, name) in self.before.get((stage, microbatch), {}):
                 return self.before[stage, microbatch][stage, name]
@@ -336,7 +344,31 @@ class _Lowering:
             self.binds.append(Bind(self.registers[key], role, microbatch, specialisation, shown))
         return self.registers[key]
 
+    def update(self, stage: int) -> None:
+        """The updates of all microbatches, when those of the data ranks before this one have been made."""
+        turns = self.data.turns_on(stage) if self.data is not None else ()
+        own = [(m, p) for m, cut in enumerate(self.specialisations) if (p := cut.stages[stage].update) is not None]
+        if own and min(turns, default=self.data_rank) < self.data_rank:
+            self.pass_buffers(stage, "take")
+        for microbatch, program in own:
+            self.before[stage, microbatch] = dict(self.buffers)
+            self.call(program, Action(stage, Kind.F, microbatch), "update")
+        if turns:
+            self.pass_buffers(stage, "pass")
+
+    def pass_buffers(self, stage: int, kind: Literal["take", "pass"]) -> None:
+        names = self.data.updated_on(stage) if self.data is not None else ()
+        keys = [(stage, name) for name in names]
+        given = [
+            self.buffers[key] if key in self.buffers else self.bound((Buffer(key[1]),), Buffer(key[1])) for key in keys
+        ]
+        taken = [self.new() for _ in names]
+        self.buffers |= zip(keys, taken, strict=True)
+        self.instructions.append(PassBuffers(stage, kind, tuple(given), tuple(taken)))
+
     def finish(self) -> None:
+        for stage in self.schedule.stages_of(self.rank):
+            self.update(stage)
         for (stage, name), register in self.buffers.items():
             self.instructions.append(UpdateBuffer(stage, name, register))
         shared = shared_gradients(self.specialisations, self.schedule, self.data)
