@@ -198,7 +198,7 @@ class _Cutter:
                 if result is not None and result in self.replicable:
                     for value in needs(result, slot, self.slots, self.replicable, copied[slot.stage]):
                         targets.setdefault(value, set()).add(slot)
-                elif isinstance(what, role.Statistic) and self.slots.get(result, slot) != slot:
+                elif isinstance(what, role.Statistic) and result is not None and self.slots.get(result, slot) != slot:
                     targets.setdefault(result, set()).add(slot)
         routes = Routes()
         for value, wanted in targets.items():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -198,7 +199,7 @@ def _has_to_be_copied(node: Node, slots: Mapping[Node, Slot], stage: int) -> boo
 
 
 def _copied(program: Program, node: Node, slots: dict[Node, Slot], replicable: set[Node]) -> Node:
-    dense = {"memory_format": torch.contiguous_format}
+    dense: dict[str, Any] = {"memory_format": torch.contiguous_format}
     with program.graph.inserting_after(node):
         copy = program.graph.call_function(torch.ops.aten.clone.default, (node,), dense)
     value = meta.tensor(node)
