@@ -112,8 +112,10 @@ class _Wholes:
     def note(self, tensor: DTensor) -> None:
         """Take note of a tensor whose part becomes a plain one."""
         mesh, dim = tensor.device_mesh, _split_dim(tensor.device_mesh, tensor.placements, tensor.dim())
-        size = None if dim is None else tensor.shape[dim]
-        if dim is None or is_run_time(size) or size % mesh.size() == 0:
+        if dim is None:
+            return
+        size: Size = tensor.shape[dim]
+        if is_run_time(size) or size % mesh.size() == 0:
             return
         known = self._known.setdefault(mesh, [])
         whole = next((one for one in known if _key(one.size) == _key(size)), None)
