@@ -15,6 +15,7 @@ from torch import Tensor
 import graphcomp as gc
 from graphcomp.checkpoint import load, save, save_async
 from graphcomp.checkpoint.optimizers import merged
+from graphcomp.ending import Ending
 from graphcomp.errors import CheckpointError
 from tests.checkpoint.model import Trainer, batches, decoder, meta_decoder, step_of
 
@@ -92,7 +93,7 @@ def test_a_step_that_failed_does_not_count() -> None:
     with pytest.raises(gc.errors.BatchError):
         step([])
     with pytest.raises(RuntimeError), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(step.engine), "_finish", lambda *_: (_ for _ in ()).throw(RuntimeError("late")))
+        patch.setattr(Ending, "finish", lambda *_: (_ for _ in ()).throw(RuntimeError("late")))
         step(batches(0))
     step.evaluate(batches(0))
     step.count(batches(0))

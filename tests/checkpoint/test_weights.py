@@ -89,7 +89,7 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(files, "_open_torch", opened)
     step = step_of(decoder())
     owned = {"embed.weight", "norm.bias"}
-    monkeypatch.setattr(type(step.engine.preparation), "holds", lambda self, name: name in owned)
+    monkeypatch.setattr(type(step.engine.preparation.owned), "holds", lambda self, name: name in owned)
     before = step.model.norm.weight.detach().clone()
     load_weights(step, of_torch(tmp_path, state()))
     assert set(read) == owned
