@@ -93,7 +93,8 @@ class InductorBackend:
             artifact = _compile(program, groups or {})
             known.append(artifact)
             self.programs += 1
-            return self._done(program, artifact, guards_since(program.fake_mode, before), begin, reused=False)
+            added = guards_since(program.fake_mode, before, artifact.symbols)
+            return self._done(program, artifact, added, begin, reused=False)
 
     def _done(
         self, program: Program, artifact: _Artifact, conditions: tuple[Any, ...], begin: float, reused: bool
@@ -143,7 +144,7 @@ def _compile(program: Program, groups: Mapping[str, str]) -> _Artifact:
             got=f"{type(error).__name__}: {text[0]}",
             do="see the cause below; backend='eager' runs the same program without compiling",
         ) from error
-    return _Artifact(code, program.fake_mode.shape_env, symbols, guards_since(program.fake_mode, 0))
+    return _Artifact(code, program.fake_mode.shape_env, symbols, guards_since(program.fake_mode, 0, symbols))
 
 
 def _unpacked(artifact: _Artifact, program: Program) -> _Artifact:

@@ -3,7 +3,7 @@ needs neither."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,10 +79,19 @@ def callable_of(compiled: Any) -> Boxed:
     return getattr(compiled, "current_callable", None) or compiled
 
 
-def guards_since(mode: FakeTensorMode, count: int) -> tuple[sympy.Basic, ...]:
-    """The relations a shape environment has assumed after its first `count` guards, as they were asked."""
+def guards_since(mode: FakeTensorMode, count: int, symbols: Container[str]) -> tuple[sympy.Basic, ...]:
+    """The relations a shape environment has assumed after its first `count` guards.
+
+    symbols: those that a program has. A guard stands as it was asked, and that may be of sizes which the trace had found
+    to equal others: symbols that the program no longer has are written as those that took their place. What it has of
+    its own stays, also if the guards themselves have made two of them equal.
+    """
     env: Any = mode.shape_env
-    return tuple(dict.fromkeys(guard.expr for guard in env.guards[count:] if guard.expr.free_symbols))
+    found: dict[sympy.Basic, None] = {}
+    for guard in env.guards[count:]:
+        gone = {symbol: env.replace(symbol) for symbol in guard.expr.free_symbols if str(symbol) not in symbols}
+        found[guard.expr.xreplace(gone)] = None
+    return tuple(relation for relation in found if relation != sympy.true)
 
 
 def runs_as_written() -> bool:

@@ -49,12 +49,15 @@ def fake_batch_leaf(mode: FakeTensorMode, leaf: torch.Tensor, name: str) -> torc
         dynamic_sizes=[DimDynamic.DYNAMIC] * leaf.dim(), constraint_sizes=[None] * leaf.dim()
     )
     # Detached: the same tensor in two fields would become one input, and serve a batch where they differ wrongly.
-    return mode.from_tensor(leaf.detach(), symbolic_context=context, source=LocalSource(name))
+    # At the beginning of its memory: where a part of another tensor begins would become a symbol, of which compilers
+    # ask and no microbatch tells.
+    own = torch.empty_like(leaf) if leaf.storage_offset() else leaf.detach()
+    return mode.from_tensor(own, symbolic_context=context, source=LocalSource(name))
 
 
 def expression(mode: FakeTensorMode, number: object) -> sympy.Expr | int:
-    """The simplified expression of a symbolic or plain integer; symbols the trace has equated are merged."""
-    if isinstance(number, torch.SymInt):
+    """The simplified expression of a symbolic number or a plain integer; symbols the trace has equated are merged."""
+    if isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
         found = mode.shape_env.replace(number.node.expr)  # type: ignore[union-attr]
         return int(found) if found.is_Integer else found
     return int(number)  # type: ignore[call-overload]

@@ -12,6 +12,7 @@ import sympy
 import torch
 
 from graphcomp.compat.symbols import PythonPrinter
+from graphcomp.errors import VerifyError
 
 Expression: TypeAlias = sympy.Expr | int
 
@@ -37,11 +38,24 @@ class Sizes:
     symbols: name of the symbol -> (path of the batch leaf, dimension) where its value is read.
     shapes: what the program takes each batch leaf's shape to be; this ties leaves whose sizes must be equal.
     conditions: sympy relations over the symbols that hold for every microbatch the program may serve.
+
+    Raises VerifyError for a shape or a condition over other symbols: no microbatch says what these are.
     """
 
     symbols: Mapping[str, tuple[str, int]]
     shapes: Mapping[str, tuple[Expression, ...]]
     conditions: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        for each in (*(size for shape in self.shapes.values() for size in shape), *self.conditions):
+            unknown = sorted({str(symbol) for symbol in sympy.sympify(each).free_symbols} - self.symbols.keys())
+            if unknown:
+                raise VerifyError(
+                    "a program relies on a size that no microbatch tells",
+                    where=str(each),
+                    expected=f"sizes {', '.join(self.symbols) or '(none)'}",
+                    got=", ".join(unknown),
+                )
 
     def bind(self, leaves: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """Read the sizes of a microbatch (leaves by path) on the host."""

@@ -117,11 +117,36 @@ def test_what_was_known_of_a_size_has_to_hold_for_another_of_the_same_trace(
         assert [str(c) for c in made.conditions] == [f"Eq(Mod({other.node.expr}, 3), 0)"]
 
 
+def test_what_was_known_of_a_size_that_another_has_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was known to divide by three before the trace found that it equals the one which the program has."""
+
+    monkeypatch.setattr(module, "compile_graph", lambda *_: lambda box: [box.pop().sin()])
+    trace = Builder(example=(6, 6, 9))
+    numbers = {str(size.node.expr): place for place, size in enumerate(trace.sizes[:2])}
+    stays, gone = sorted(numbers)
+    third = trace.sizes[2]
+    assert trace.sizes[numbers[gone]] % 3 == 0
+    assert trace.sizes[0] == trace.sizes[1]
+    assert {str(size.node.expr) for size in trace.sizes[:2]} == {stays}
+
+    def sine(size: Any) -> Program:
+        b = Builder()
+        b.mode = trace.mode
+        y = b.call(aten.sin.default, b.input(Activation(0, 1, 0), (size, 4), "x"))
+        return b.program({Activation(1, 2, 0): y}, "sine", Level.STAGE)
+
+    chosen = backend.get("inductor")
+    assert chosen.compile(sine(trace.sizes[0])).conditions == ()
+    other = chosen.compile(sine(third))
+    assert other.reused and [str(c) for c in other.conditions] == [f"Eq(Mod({third.node.expr}, 3), 0)"]
+
+
 def test_indexing_limits_become_conditions() -> None:
     program, _ = condition_program()
     before = guard_count(program.fake_mode)
     compiled = backend.get("inductor").compile(program)
-    assert len(shim.guards_since(program.fake_mode, before)) == len(compiled.conditions)
+    symbols = set(map(str, program.fake_mode.shape_env.backed_var_to_val))  # type: ignore[union-attr]
+    assert len(shim.guards_since(program.fake_mode, before, symbols)) == len(compiled.conditions)
     holds = [c.subs(dict.fromkeys(c.free_symbols, 9)) for c in compiled.conditions]
     assert all(value == sympy.true for value in holds)
 
