@@ -25,7 +25,8 @@ class SplitNorms(Pass):
 
     Sound because the operation yields `momentum * batch + (1 - momentum) * old`, which with a momentum of 1 and zeros
     for the old ones is the batch's own. On CPU: bitwise equal in f64; in f32 a running variance, which the operation
-    adds up in parts of either precision, may be rounded another way in its last bit.
+    adds up in parts of either precision, may be rounded another way in its last bit. One that normalises with the old
+    statistics (training=False) changes none, and stays as it is.
 
         before: %n = _native_batch_norm_legit_functional(%x, %w, %b, %mean, %var, True, 0.1, 1e-05)    %new = %n[3]
         after:  %z = new_zeros(%x, [6])
@@ -62,6 +63,8 @@ class _Split(Replay):
 def _split(
     x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
 ) -> tuple[Any, ...]:
+    if not training:  # it normalises with what it is given, and changes none of it
+        return NORM(x, weight, bias, mean, variance, training, momentum, eps)
     zeros = [aten.new_zeros.default(x, list(old.shape), dtype=old.dtype) for old in (mean, variance)]
     *normal, batch_mean, batch_variance = NORM(x, weight, bias, *zeros, training, 1.0, eps)
     return (*normal, _moved(mean, batch_mean, momentum), _moved(variance, batch_variance, momentum))
