@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import sympy
@@ -48,7 +48,7 @@ from graphcomp.passes.split_norms import SplitNorms
 from graphcomp.plan import DATA_AXES, Plan
 from graphcomp.progress import Progress
 from graphcomp.runtime.program.instructions import RankProgram, RunKind
-from graphcomp.runtime.program.lower import lower
+from graphcomp.runtime.program.lower import lower, traffic
 from graphcomp.runtime.program.streams import prove
 from graphcomp.schedule import Schedule
 
@@ -145,6 +145,7 @@ class GraphCompiler:
         self.specialisations: list[Specialisation] = []
         self.traces = 0
         self.homes: dict[str, tuple[int, ...]] = {}
+        self._proven: set[Hashable] = set()
 
     def capture(self, example: Any, *, training: bool = True, device: Any = None) -> Joint:
         """The joint program of a microbatch like `example`, after the passes. Adds a specialisation.
@@ -223,14 +224,11 @@ class GraphCompiler:
 
     def schedule(self, partitioned: Sequence[Partitioned]) -> Schedule:
         """The plan's schedule for these microbatches, with the transfers that they need; checked."""
-        stages = self.plan.stage_count
-        built = schedules.get(self.plan.schedule).build(stages, len(partitioned), self.plan.pipeline_ranks)
-        idle = [s for s in range(stages) if all(one.stages[s].backward is None for one in partitioned)]
-        forward = {s for one in partitioned for s in one.forward_boundaries}
-        backward = {s for one in partitioned for s in one.backward_boundaries}
-        timed = schedules.with_transfers(schedules.without_backward(built, idle), forward, backward)
-        schedules.check(timed)
-        return schedules.fuse(timed)
+        stages, ranks = self.plan.stage_count, self.plan.pipeline_ranks
+        idle = frozenset(s for s in range(stages) if all(one.stages[s].backward is None for one in partitioned))
+        forward = frozenset(s for one in partitioned for s in one.forward_boundaries)
+        backward = frozenset(s for one in partitioned for s in one.backward_boundaries)
+        return _schedule(self.plan.schedule, stages, len(partitioned), ranks, idle, forward, backward)
 
     def lower(
         self,
@@ -247,10 +245,14 @@ class GraphCompiler:
         """
         given = partitioned or [self.partition(outputs=outputs)] * self.plan.stage_count
         schedule = self.schedule(given)
-        ranks = range(len(schedule.ranks))
+        key = traffic(given, schedule, data)
+        proven = key in self._proven  # which takes the programs of all ranks
+        ranks = range(len(schedule.ranks)) if rank is None or not proven else [rank]
         programs = tuple(lower(given, schedule, one, outputs, data, data_rank) for one in ranks)
-        prove(programs, schedule.placement)
-        return RankPrograms(schedule, programs if rank is None else (programs[rank],))
+        if not proven:
+            prove(programs, schedule.placement)
+            self._proven.add(key)
+        return RankPrograms(schedule, tuple(one for one in programs if rank in (None, one.rank)))
 
     def compile(
         self,
@@ -292,6 +294,23 @@ class GraphCompiler:
     def _tell(self, event: BackendProgress) -> None:
         if event.state == "compiled" and self.plan.backend != "eager":
             self.progress.say(f"compiled {event.program} in {event.seconds:.1f} s")
+
+
+@lru_cache(maxsize=64)
+def _schedule(
+    name: str,
+    stages: int,
+    microbatches: int,
+    ranks: int,
+    idle: frozenset[int],
+    forward: frozenset[int],
+    backward: frozenset[int],
+) -> Schedule:
+    """idle: the stages without a backward. forward, backward: those that send activations and gradients."""
+    built = schedules.get(name).build(stages, microbatches, ranks)
+    timed = schedules.with_transfers(schedules.without_backward(built, idle), forward, backward)
+    schedules.check(timed)
+    return schedules.fuse(timed)
 
 
 @contextlib.contextmanager

@@ -70,6 +70,7 @@ class Compiled:
 
     specialisations: tuple[Specialisation, ...]
     partitioned: tuple[Partitioned, ...]
+    programs: RankPrograms
     callables: Callables
     own: Contribution
     exchanges: Mapping[str, Exchanges]
@@ -137,7 +138,7 @@ class Preparation:
                 made[key_of(line, outputs)] = self._compile(line, outputs)
             if self.recipe is not None:
                 materialize = self.owned.materialisation(self.recipe)
-            wire = "\n".join(_wire_text(self.compiler, one) for one in made.values())
+            wire = "\n".join(map(_wire_text, made.values()))
             if self._shards and self.layout.data_mesh is not None and not self._spread:
                 to_shard = sharding_text(self.compiler.model, self.layout.data_mesh)
         except Exception as error:
@@ -210,7 +211,7 @@ class Preparation:
             axis: exchanges(actions, partitioned, axis == regather, peers, formulas=axis != "tp")
             for axis, peers in self.layout.peers.items()
         }
-        return Compiled(tuple(line), partitioned, callables, self.contribution(line), together)
+        return Compiled(tuple(line), partitioned, programs, callables, self.contribution(line), together)
 
     @property
     def _rank(self) -> int | None:
@@ -264,9 +265,10 @@ class Preparation:
         calls: StepCalls,
         data_rank: int,
     ) -> Prepared:
-        programs = self.compiler.lower(
-            one.partitioned, outputs=outputs, rank=self._rank, data=data, data_rank=data_rank
-        )
+        programs = one.programs
+        if data is not None:
+            lower = self.compiler.lower
+            programs = lower(one.partitioned, outputs=outputs, rank=self._rank, data=data, data_rank=data_rank)
         network = VirtualNetwork()
         executors = tuple(
             RankExecutor(
@@ -349,9 +351,9 @@ def _model_text(model: nn.Module) -> str:
     return "\n".join(found)
 
 
-def _wire_text(compiler: GraphCompiler, one: Compiled) -> str:
+def _wire_text(one: Compiled) -> str:
     """What goes over the wire in a step, as text: the schedule, and each boundary's values."""
-    lines = [compiler.schedule(one.partitioned).text()]
+    lines = [one.programs.schedule.text()]
     for number, cut in enumerate(distinct(one.partitioned)):
         for boundary in (*cut.forward_boundaries.values(), *cut.backward_boundaries.values()):
             for value in boundary.values:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -110,6 +110,23 @@ def exists(specialisations: Sequence[Partitioned], action: Action) -> bool:
     if action.kind not in _KINDS:
         raise ScheduleError(f"action {action} cannot be lowered", expected=", ".join(k.value for k in _KINDS))
     return action.kind is not Kind.B or specialisations[action.microbatch].stages[action.stage].backward is not None
+
+
+def traffic(specialisations: Sequence[Partitioned], schedule: Schedule, data: DataParallel | None) -> Hashable:
+    """What the transfers of all ranks, and their order, depend on besides the schedule: equal for equal orders."""
+    shared = shared_gradients(specialisations, schedule, data)
+    each = {id(cut): _crossing(cut) for cut in distinct(specialisations)}
+    closing = tuple((one.name, one.holders, one.sources) for one in shared)
+    return tuple(each[id(cut)] for cut in specialisations), closing
+
+
+def _crossing(cut: Partitioned) -> Hashable:
+    """Which stages send for a microbatch, in either direction, and which have a backward."""
+    edges = [
+        (source for source, one in found.items() if one.values)
+        for found in (cut.forward_boundaries, cut.backward_boundaries)
+    ]
+    return (*map(frozenset, edges), tuple(stage.backward is not None for stage in cut.stages))
 
 
 @dataclass

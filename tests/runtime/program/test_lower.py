@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from graphcomp import compile_train_step
+from graphcomp import compiler as compiler_module
 from graphcomp.compiler import GraphCompiler
 from graphcomp.errors import ScheduleError, VerifyError
 from graphcomp.ir.signature import Loss, Metric, Output
 from graphcomp.plan import Plan
 from graphcomp.runtime.program.executor import RankExecutor, run_virtual_ranks
-from graphcomp.runtime.program.instructions import Free, HandOver, Run
+from graphcomp.runtime.program.instructions import Free, HandOver, RankProgram, Run
 from graphcomp.runtime.program.lifetimes import uses
 from graphcomp.runtime.program.link import Context, State, link
 from graphcomp.runtime.program.lower import distinct, lower
+from graphcomp.runtime.program.streams import prove
 from graphcomp.runtime.program.transport import VirtualNetwork, VirtualTransport
 from graphcomp.schedule.registry import KNOWN, get
 from tests.runtime.chain import WIDTH, callables_of, chain, programs_of, schedule_of
@@ -214,3 +218,54 @@ def test_sizes_go_by_the_names_of_the_other_programs() -> None:
     for rank, expected in zip(ranks, ({"size s0", "size s1"}, named), strict=True):
         binds = [line.split(" = ")[1] for line in str(rank).splitlines() if " = size " in line]
         assert {bind.partition(" of ")[0] for bind in binds} == expected
+
+
+def test_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank makes the programs of the others only to show that they do not hold each other up: once for each order."""
+    lowered: list[int] = []
+    proofs: list[int] = []
+
+    def noted(cuts: Any, schedule: Any, rank: int, *rest: Any) -> RankProgram:
+        lowered.append(rank)
+        return lower(cuts, schedule, rank, *rest)
+
+    def proven(programs: Any, placement: Any) -> int:
+        proofs.append(len(programs))
+        return prove(programs, placement)
+
+    monkeypatch.setattr(compiler_module, "lower", noted)
+    monkeypatch.setattr(compiler_module, "prove", proven)
+    case = ZOO["mlp"]
+    compiler = GraphCompiler(case.build(), case.loss_fn, Plan(stages=2, backend="eager", quiet=True))
+    first, second, other = (
+        (compiler.capture(case.microbatches(1)[0], training=training), compiler.partition())[1]
+        for training in (True, True, False)
+    )
+    for cuts, ranks, proof in (
+        ([first, second], [0, 1], [2]),
+        ([first, second], [1], []),
+        ([second, second], [1], []),  # others that send the same
+        ([first, second, second], [0, 1], [2]),  # another number
+        ([first, other, first], [0, 1], [2]),  # one that has no backward
+        ([other, first, first], [0, 1], [2]),
+        ([second, other, first], [1], []),
+    ):
+        lowered.clear(), proofs.clear()
+        found = compiler.lower(cuts, rank=1)
+        assert (lowered, proofs, [one.rank for one in found.ranks]) == (ranks, proof, [1])
+    assert [one.rank for one in compiler.lower([first, second]).ranks] == [0, 1]
+
+
+def test_a_step_without_data_ranks_is_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+
+    def noted(cuts: Any, *rest: Any) -> RankProgram:
+        counts.append(len(cuts))
+        return lower(cuts, *rest)
+
+    monkeypatch.setattr(compiler_module, "lower", noted)
+    case = ZOO["mlp"]
+    step = compile_train_step(case.build(), case.loss_fn, plan=Plan(backend="eager", quiet=True))
+    for batches in (case.microbatches(2), case.microbatches(3), case.microbatches(2)):
+        step(batches)
+    assert counts == [2, 3]
