@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import shutil
+import signal
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +102,14 @@ def fresh_and_clean() -> Iterator[None]:
         left.append("a process group is still initialised")
     if left:
         pytest.fail("the test leaves global state behind: " + "; ".join(left), pytrace=False)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where the tests run as a background job of a script, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 HERE = Path(__file__).parent

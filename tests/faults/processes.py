@@ -83,6 +83,8 @@ def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 90
 def _main(pipe: Any, rank: int, world_size: int, folder: str, work: bytes) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
+    # A background job of a script ignores it, and so would what it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     store = dist.FileStore(str(Path(folder, "store")), world_size)
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
+import select
 import socket
-import struct
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -20,8 +22,10 @@ from dataclasses import dataclass
 import torch
 
 _HOW = getattr(socket, "MSG_NOSIGNAL", 0)
-_AT_ONCE = _HOW | getattr(socket, "MSG_DONTWAIT", 0)
-_ALL = getattr(socket, "MSG_WAITALL", 0)
+_AT_ONCE = getattr(socket, "MSG_DONTWAIT", 0)
+_NO_ROOM = {errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOBUFS, errno.ENOMEM}
+_DAY = 86400.0
+"""Seconds of one look for a message: the kernel counts no more than a few weeks."""
 
 _memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory.argtypes, _memory.restype = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int), ctypes.py_object
@@ -29,15 +33,18 @@ _WRITABLE = 0x200  # PyBUF_WRITE
 
 
 class PeerLost(RuntimeError):
-    """The other rank is gone, or has closed its end."""
+    """The other rank is gone, or one of both has closed its end."""
 
 
 class PeerLate(RuntimeError):
-    """Nothing came from the other rank until the deadline."""
+    """What was waited for did not come from the other rank until the deadline."""
 
 
 class Channel:
     """This rank's end of what it and another rank send each other: in each direction, in the order of sending.
+
+    Bytes carry no mark of the message that they belong to. So whatever raises within a send or a wait, a signal handler
+    too, ends the channel at both ends: from then on they raise PeerLost, with that reason at this one.
 
     connection: a connected stream socket, which the channel takes over. peer: the other rank, for messages. deadline:
     seconds that a wait may take.
@@ -46,14 +53,14 @@ class Channel:
     def __init__(self, connection: socket.socket, peer: int, deadline: float) -> None:
         self.peer, self.deadline, self._socket = peer, deadline, connection
         connection.setblocking(True)
-        seconds, rest = divmod(deadline, 1)
-        # By the kernel: with a timeout of Python's own, each call would ask first whether the socket is ready.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))
-        self._posted: deque[memoryview] = deque()
+        self._arrival = select.poll()
+        self._arrival.register(connection, select.POLLIN)
+        self._posted: deque[torch.Tensor] = deque()
         self._taken = 0
         self._unsent: deque[bytes] = deque()
         self._sending: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._ended: str | None = None
+        self._sends, self._takes = threading.Lock(), threading.Lock()
         self._end = weakref.finalize(self, connection.close)
         _OPEN.add(self)
 
@@ -61,50 +68,62 @@ class Channel:
         """Send dense tensors on CPU. Waits for nobody, and needs their memory no longer."""
         parts = [_bytes(one) for one in payloads]
         whole = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
-        if not self._unsent:
-            whole = whole[self._send_now(whole) :]
-        if whole:
-            with self._lock:
-                self._unsent.append(bytes(whole))
-                if self._sending is None:
-                    self._sending = threading.Thread(target=self._send_rest, name="graphcomp sends", daemon=True)
-                    self._sending.start()
+        with self._sends:
+            if self._ended is not None:
+                raise PeerLost(self._ended)
+            try:
+                if not self._unsent:
+                    whole = whole[self._send_now(whole) :]
+                if whole:
+                    self._unsent.append(bytes(whole))
+                    if self._sending is None:
+                        sending = threading.Thread(target=self._send_rest, name="graphcomp sends", daemon=True)
+                        sending.start()
+                        self._sending = sending
+            except BaseException as error:
+                self._finish(error)
+                raise
 
     def post(self, payloads: Sequence[torch.Tensor]) -> Posted:
         """Receive into dense tensors on CPU, behind what is posted already."""
-        self._posted.extend(map(_bytes, payloads))
-        return Posted(self, self._taken + len(self._posted), payloads)
+        self._posted.extend(payloads)
+        return Posted(self, self._taken + len(self._posted))
 
     def take(self, count: int) -> None:
         """Wait until so many payloads have been received in all. A signal handler that raises ends the wait."""
-        while self._taken < count:
-            part = self._posted[0]
-            while part:
-                part = part[self._receive(part) :]
-            self._posted.popleft()
-            self._taken += 1
+        with self._takes:
+            end = time.monotonic() + self.deadline
+            try:
+                while self._taken < count:
+                    part = _bytes(self._posted[0])
+                    while part:
+                        part = part[self._receive(part, end) :]
+                    self._posted.popleft()
+                    self._taken += 1
+            except BaseException as error:
+                self._finish(error)
+                raise
 
     def close(self) -> None:
         """Both ends: whoever waits at one of them raises PeerLost."""
-        with contextlib.suppress(OSError):  # the other end is gone
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self._shut()
         sending = self._sending
         if sending is not None:
             sending.join()
-        self.drop()
+        with self._takes, self._sends:  # no other thread uses the descriptor, which may be another file's at once
+            self.drop()
 
     def drop(self) -> None:
         """Give up this process's descriptor; the other end stays as it is while another process has one."""
-        self._posted.clear()
         self._end()
 
     def _send_now(self, whole: memoryview) -> int:
         """How many bytes the kernel has room for."""
         try:
-            return self._socket.send(whole, _AT_ONCE)
-        except BlockingIOError:
-            return 0
+            return self._socket.send(whole, _HOW | _AT_ONCE)
         except OSError as error:
+            if error.errno in _NO_ROOM:  # it has taken nothing
+                return 0
             raise self._lost(error.strerror) from error
 
     def _send_rest(self) -> None:
@@ -112,26 +131,44 @@ class Channel:
         while True:
             try:
                 self._socket.sendall(self._unsent[0], _HOW)
-            except OSError:  # what is sent next will meet it again
-                self._unsent.clear()
-            with self._lock:
-                if self._unsent:
-                    self._unsent.popleft()
+            except BaseException as error:  # a part of it may be on its way: raised by the next send or wait
+                self._finish(error)
+            with self._sends:
+                self._unsent.popleft()
+                if self._ended is not None:
+                    self._unsent.clear()
                 if not self._unsent:
                     self._sending = None
                     return
 
-    def _receive(self, part: memoryview) -> int:
-        try:
-            count = self._socket.recv_into(part, 0, _ALL)
-        except BlockingIOError:
-            late = f"Timed out waiting {1000 * self.deadline:.0f}ms for a message from rank {self.peer}"
-            raise PeerLate(late) from None
-        except OSError as error:
-            raise self._lost(error.strerror) from error
-        if not count:
-            raise self._lost("Connection closed by peer")
-        return count
+    def _receive(self, part: memoryview, end: float) -> int:
+        """How many bytes have come. A read that waits would wait anew behind each signal, whatever its time limit."""
+        while True:
+            try:
+                count = self._socket.recv_into(part, 0, _AT_ONCE)
+            except BlockingIOError:
+                left = end - time.monotonic()
+                if left <= 0:
+                    late = f"Timed out waiting {1000 * self.deadline:.0f}ms for a message from rank {self.peer}"
+                    raise PeerLate(late) from None
+                self._arrival.poll(1000 * min(left, _DAY))
+            except OSError as error:
+                raise self._lost(error.strerror) from error
+            else:
+                if count:
+                    return count
+                raise self._lost("Connection closed by peer") if self._ended is None else PeerLost(self._ended)
+
+    def _finish(self, error: BaseException) -> None:
+        """No message goes or comes any more, for this reason."""
+        if self._ended is None:
+            other = isinstance(error, PeerLost | PeerLate)
+            self._ended = str(error) if other else str(self._lost(str(error) or type(error).__name__))
+        self._shut()
+
+    def _shut(self) -> None:
+        with contextlib.suppress(OSError):  # the other end is gone
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def _lost(self, how: str | None) -> PeerLost:
         return PeerLost(f"{how}, rank {self.peer}")
@@ -143,7 +180,6 @@ class Posted:
 
     channel: Channel
     count: int
-    payloads: Sequence[torch.Tensor]
 
     def wait(self) -> None:
         self.channel.take(self.count)

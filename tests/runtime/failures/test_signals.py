@@ -13,7 +13,7 @@ from graphcomp.runtime.failures.signals import signals_held
 
 
 @pytest.fixture(autouse=True)
-def handlers_stay() -> Iterator[None]:
+def handlers_stay(ctrl_c: None) -> Iterator[None]:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     yield
     assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import random
@@ -9,8 +10,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +41,58 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
     yield made
     for one in made:
         one.close()
+
+
+class Failing(socket.socket):
+    """Calls `instead` once, in place of one of its methods or after it."""
+
+    instead: Callable[[], Any] | None = None
+    method = ""
+
+    def _passed(self, method: str) -> None:
+        if self.method == method and self.instead is not None:
+            call, self.instead = self.instead, None
+            call()
+
+    def send(self, *given: Any) -> int:
+        self._passed("send")
+        return super().send(*given)
+
+    def sendall(self, *given: Any) -> None:
+        self._passed("sendall")
+        return super().sendall(*given)
+
+    def recv_into(self, *given: Any) -> int:
+        count = super().recv_into(*given)
+        self._passed("recv_into")
+        return count
+
+
+def failing(method: str, instead: Callable[[], Any], deadline: float = 30.0) -> tuple[Channel, Channel]:
+    """Both ends; that of the first rank has the socket that fails."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    broken = Failing(fileno=ours.detach())
+    broken.method, broken.instead = method, instead
+    return Channel(broken, 1, deadline), Channel(theirs, 0, deadline)
+
+
+def raising(error: BaseException) -> Callable[[], Any]:
+    def instead() -> None:
+        raise error
+
+    return instead
+
+
+@contextmanager
+def alarms(handler: Callable[..., Any], first: float, then: float = 0.0) -> Iterator[None]:
+    """SIGALRM after so many seconds, and again and again."""
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, first, then)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def message(number: int, sizes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -155,33 +211,122 @@ def test_a_peer_that_does_not_come() -> None:
     begun = time.monotonic()
     with pytest.raises(PeerLate, match="Timed out waiting 200ms for a message from rank 0"):
         two.post([torch.zeros(2)]).wait()
-    assert 0.2 <= time.monotonic() - begun < 5
+    assert time.monotonic() - begun >= 0.2
+    with pytest.raises(PeerLost, match="rank 1"):  # the rest would be taken for a message of its own
+        one.send([torch.ones(1)])
     one.close()
     two.close()
 
 
-def test_ctrl_c_ends_a_wait(ends: tuple[Channel, Channel]) -> None:
+def test_neither_signals_nor_parts_put_the_deadline_off() -> None:
+    """Signals come in all the time, and now and then a byte."""
+    one, two = pair(deadline=0.5)
+    came: list[int] = []
+
+    def byte(*given: Any) -> None:
+        came.append(1)
+        if len(came) % 5 == 0:
+            one.send([torch.ones(1, dtype=torch.uint8)])
+
+    end = threading.Timer(60, one.close)  # so that a test that fails ends
+    end.start()
+    with alarms(byte, 0.02, 0.02), pytest.raises(PeerLate, match="500ms"):
+        two.post([torch.zeros(MEGABYTE)]).wait()
+    end.cancel()
+    assert came
+    one.close()
+    two.close()
+
+
+def test_ctrl_c_ends_a_wait(ends: tuple[Channel, Channel], ctrl_c: None) -> None:
     main = threading.main_thread().ident or 0
     timer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
     timer.start()
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         ends[0].post([torch.zeros(1)]).wait()
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < ends[0].deadline
     timer.join()
+
+
+def test_after_half_a_message_nothing_is_taken_for_the_other_half(ends: tuple[Channel, Channel]) -> None:
+    ends[0].send([torch.ones(1)])
+    wait = ends[1].post([torch.zeros(2)]).wait
+    with alarms(lambda *given: 1 / 0, 0.2), pytest.raises(ZeroDivisionError):
+        wait()
+    with pytest.raises(PeerLost, match="division by zero, rank 0"):
+        wait()
+    with pytest.raises(PeerLost, match="rank 1"):
+        ends[0].send([torch.ones(1)])
+
+
+NO_BUFFERS = OSError(errno.ENOBUFS, "No buffer space available")
+
+
+@pytest.mark.parametrize("error", [NO_BUFFERS, MemoryError()], ids=["kernel", "python"])
+def test_an_error_of_the_thread_that_sends_is_raised_at_both_ends(error: Exception) -> None:
+    """Later messages do not take the place of what is lost."""
+    one, two = failing("sendall", raising(error), deadline=5.0)
+    one.send([torch.ones(MEGABYTE)])
+    with pytest.raises(PeerLost, match="closed by peer, rank 0"):
+        two.post([torch.ones(MEGABYTE)]).wait()
+    for again in (lambda: one.send([torch.ones(1)]), one.post([torch.ones(1)]).wait):
+        with pytest.raises(PeerLost, match=r"(No buffer space available|MemoryError), rank 1"):
+            again()
+    one.close()
+    two.close()
+    assert not any("graphcomp sends" in thread.name for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("number", [errno.ENOBUFS, errno.ENOMEM])
+def test_a_kernel_without_memory_for_now_loses_nothing(number: int) -> None:
+    one, two = failing("send", raising(OSError(number, "none")))
+    for value in (1, 2):
+        one.send([torch.tensor([value])])
+    two.post([got := torch.zeros(2, dtype=torch.int64)]).wait()
+    assert got.tolist() == [1, 2]
+    one.close()
+    two.close()
+
+
+def test_no_thread_to_send_with(ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ends[0].send([torch.ones(MEGABYTE)])
+    with pytest.raises(PeerLost, match="division by zero, rank 1"):
+        ends[0].send([torch.ones(1)])
+    with pytest.raises(PeerLost, match="closed by peer, rank 0"):
+        ends[1].post([torch.ones(MEGABYTE)]).wait()
+
+
+def test_dropped_between_two_payloads() -> None:
+    """As by another thread."""
+    one, two = failing("recv_into", lambda: one.drop())
+    two.send([torch.ones(1)])
+    with pytest.raises(PeerLost, match="rank 1"):
+        one.post([torch.zeros(1), torch.zeros(1)]).wait()
+    two.close()
+
+
+def test_what_is_posted_is_kept_until_it_has_come(ends: tuple[Channel, Channel]) -> None:
+    """Nobody holds the first buffer any more when its bytes come."""
+    buffer = torch.zeros(1000)
+    kept = weakref.ref(buffer)
+    ends[0].post([buffer])
+    del buffer
+    ends[1].send([torch.ones(1000), torch.full((1,), 2.0)])
+    assert kept() is not None
+    ends[0].post([got := torch.zeros(1)]).wait()
+    assert got.item() == 2 and kept() is None
 
 
 def test_a_signal_that_raises_nothing_does_not_end_a_wait(ends: tuple[Channel, Channel]) -> None:
     came: list[int] = []
-    before = signal.signal(signal.SIGALRM, lambda number, frame: came.append(number))
     timer = threading.Timer(0.3, ends[1].send, ([torch.ones(3)],))
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
-        timer.start()
+    timer.start()
+    with alarms(lambda number, frame: came.append(number), 0.02, 0.02):
         ends[0].post([got := torch.zeros(3)]).wait()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
     assert got.all() and came
     timer.join()
 
