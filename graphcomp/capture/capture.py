@@ -7,7 +7,7 @@ import enum
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ from graphcomp.capture.batch import BatchSpec, arguments, describe, plain, prepa
 from graphcomp.capture.communication import normalize_collectives, require_functional
 from graphcomp.capture.fields import Fields
 from graphcomp.capture.hooks import check_hooks, traced_hooks
-from graphcomp.capture.joint import Joint, LossSpec, MetricSpec, Opaque
+from graphcomp.capture.joint import Joint, LossSpec, MetricSpec, Number, Opaque
 from graphcomp.capture.labels import Labels, role_of
 from graphcomp.capture.operations import number_operations
 from graphcomp.capture.refuse import (
@@ -60,6 +60,7 @@ from graphcomp.ir.sizes import Sizes
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 LossFunction = Callable[[Any, Any], Any]
 _TRACING = threading.RLock()  # while a trace lasts, names of torch stand for something else, in all threads
@@ -137,7 +138,10 @@ def capture(
     groups = normalize_collectives(program.graph, mesh)
     check_random_backward(program)
     check_devices(program)
-    sizes = _sizes(program, mode, leaves)
+    kept = [
+        replace(x, formula=expression(mode, x.formula)) if isinstance(x, Number) else x for x in results.output_leaves
+    ]
+    sizes = _sizes(program, mode, leaves, symbol_names([leaf.formula for leaf in kept if isinstance(leaf, Number)]))
     return Joint(
         program=program,
         sizes=sizes,
@@ -145,7 +149,7 @@ def capture(
         metrics=tuple(results.metrics),
         captured=captured,
         output_tree=results.output_tree,
-        output_leaves=tuple(results.output_leaves),
+        output_leaves=tuple(_told(leaf, sizes) for leaf in kept),
         read=results.read,
         groups=groups,
         seconds=time.perf_counter() - began,
@@ -216,6 +220,8 @@ def _run(
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
             results.output_leaves.append(role.Output(path))
             results.add(role.Output(path), leaf)
+        elif isinstance(leaf, _SYMBOLIC):
+            results.output_leaves.append(Number(path, leaf))
         else:
             # An object of another kind may hold tensors of the trace, which must not outlive it.
             results.output_leaves.append(leaf if isinstance(leaf, _PLAIN) else Opaque(path, type(leaf).__name__))
@@ -332,14 +338,22 @@ def _short(text: str) -> str:
     return _identifier(text.split(" ", 1)[-1]) or "batch"
 
 
-def _sizes(program: Program, mode: FakeTensorMode, leaves: dict[str, torch.Tensor]) -> Sizes:
+def _told(leaf: Any, sizes: Sizes) -> Any:
+    """A leaf of the output; a number that sizes do not tell cannot be returned."""
+    if isinstance(leaf, Number) and not symbol_names([leaf.formula]) <= sizes.symbols.keys():
+        return Opaque(leaf.path, "number out of the contents of a tensor", "let the model return it as a tensor")
+    return leaf
+
+
+def _sizes(program: Program, mode: FakeTensorMode, leaves: dict[str, torch.Tensor], returned: set[str]) -> Sizes:
     """The sizes of the leaves that the program reads, whose symbols it uses otherwise, or that the trace asked about.
 
-    Code may decide on a size (`if mask.shape[1] > 8`) of a leaf that then is no input.
+    returned: symbols of numbers in the output. Code may decide on a size (`if mask.shape[1] > 8`) of a leaf that then
+    is no input.
     """
     shapes = {path: tuple(expression(mode, size) for size in leaf.shape) for path, leaf in leaves.items()}
     read = {what.path for what in program.inputs if isinstance(what, role.BatchLeaf)}
-    used = {what.symbol for what in program.inputs if isinstance(what, role.Size)}
+    used = returned | {what.symbol for what in program.inputs if isinstance(what, role.Size)}
     asked = {path for path, leaf in leaves.items() if is_asked_about(mode, leaf)}
     relevant = {p: shape for p, shape in shapes.items() if p in read | asked or used & symbol_names(shape)}
     symbols: dict[str, tuple[str, int]] = {}

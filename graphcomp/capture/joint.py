@@ -46,6 +46,15 @@ class Opaque:
 
     path: str
     kind: str
+    do: str = "let the model leave it out (for a cache: use_cache=False), or register its type as a pytree"
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number in the model's output that follows from the microbatch's sizes. formula: sympy, over these."""
+
+    path: str
+    formula: Any
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,8 @@ class Joint:
     sizes: the symbols, where in the microbatch each is read, and the conditions the trace relied on.
     captured: where the live tensors behind `Captured` inputs are read, by name.
     output_tree: pytree spec of the model's output.
-    output_leaves: one entry a leaf: the `Output` role of a tensor, a plain value itself, or `Opaque`.
+    output_leaves: one entry a leaf: the `Output` role of a tensor, a plain value itself, a `Number`, or
+        `Opaque`.
     read: the fields of a dict batch that the model or the loss function read; None: the batch is of another kind.
     seconds: what the capture took.
     groups: for the collectives of the model: what the program calls their ranks -> name of this process's group.

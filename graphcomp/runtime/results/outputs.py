@@ -53,7 +53,8 @@ def collect_outputs(
                 values[path] = value = value.contiguous()
                 dist.broadcast(payload(value), layout.ranks[layout.places[stage]], group=group)
                 sent += 1
-    return tuple(rebuild_output(cut.joint, values) for cut, values in zip(partitioned, found, strict=True)), sent
+    each = zip(partitioned, found, sizes, strict=True)
+    return tuple(rebuild_output(cut.joint, values, own_sizes) for cut, values, own_sizes in each), sent
 
 
 def _owners(cut: Partitioned) -> dict[str, tuple[int, Any]]:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from graphcomp.capture.joint import Joint, Opaque
+from graphcomp.capture.joint import Joint, Number, Opaque
 from graphcomp.compat.pytree import tree_unflatten
 from graphcomp.errors import StepError
 from graphcomp.ir.signature import Output
+from graphcomp.ir.sizes import evaluator
 from graphcomp.losses import Reduction
 
 
@@ -106,10 +107,10 @@ def combine(results: Iterable[StepResult]) -> StepResult:
     return StepResult(torch.stack(list(losses.values())).sum(), losses, tokens, metrics, (), None, reductions, counts)
 
 
-def rebuild_output(joint: Joint, tensors: Mapping[str, torch.Tensor | None]) -> Any:
+def rebuild_output(joint: Joint, tensors: Mapping[str, torch.Tensor | None], sizes: Mapping[str, int]) -> Any:
     """The model's own output for one microbatch, from its tensors by path; None where a tensor is not given.
 
-    Raises StepError if a part of the output is of a kind that cannot be rebuilt.
+    sizes: of the microbatch. Raises StepError if a part of the output is of a kind that cannot be rebuilt.
     """
     opaque = next((leaf for leaf in joint.output_leaves if isinstance(leaf, Opaque)), None)
     if opaque is not None:
@@ -117,9 +118,14 @@ def rebuild_output(joint: Joint, tensors: Mapping[str, torch.Tensor | None]) -> 
             f"the model's output cannot be returned: it holds a {opaque.kind}",
             where=f"output {opaque.path}",
             expected="tensors, plain values, and containers that are registered as pytrees",
-            do="let the model leave it out (for a cache: use_cache=False), or register its type as a pytree",
+            do=opaque.do,
         )
     if joint.output_tree is None:
         return None
-    leaves = [tensors.get(leaf.path) if isinstance(leaf, Output) else leaf for leaf in joint.output_leaves]
+    formulas = [leaf.formula for leaf in joint.output_leaves if isinstance(leaf, Number)]
+    numbers = iter(evaluator(formulas, list(sizes))(*sizes.values()) if formulas else ())
+    leaves = [
+        tensors.get(leaf.path) if isinstance(leaf, Output) else next(numbers) if isinstance(leaf, Number) else leaf
+        for leaf in joint.output_leaves
+    ]
     return tree_unflatten(leaves, joint.output_tree)
