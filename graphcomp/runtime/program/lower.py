@@ -30,7 +30,6 @@ from graphcomp.ir.signature import (
 from graphcomp.ir.spelling import Symbols
 from graphcomp.partition.accumulating import accumulated
 from graphcomp.partition.stages import Boundary, Partitioned
-from graphcomp.runtime.program.early import Part, early_stages, reductions
 from graphcomp.runtime.program.instructions import (
     BeginGradients,
     Bind,
@@ -55,6 +54,7 @@ from graphcomp.runtime.program.instructions import (
 from graphcomp.runtime.program.lifetimes import with_frees
 from graphcomp.runtime.program.order import Do, arrange, arrivals, edge_of
 from graphcomp.runtime.program.reduce_shared import SharedLowering, shared_gradients
+from graphcomp.runtime.program.reductions import Part, early_stages, reductions
 from graphcomp.schedule.actions import Action, Kind
 from graphcomp.schedule.schedule import Schedule
 

@@ -1,10 +1,10 @@
 """Where a rank reduces the gradients of its stages over data ranks: beside the backward of the stages before them.
 
 Stages end in descending order. So once a stage's last backward is through, what is left on the rank is work of lower
-stages, and the reduction is dealt to the gaps of that: it begins behind the stage's last backward, and is through
-before that of the next lower stage begins. On all data ranks reductions come in the same order, however many
-microbatches each has. And who waits for one waits, on any rank, for backwards of this stage and of higher ones, and for
-their reductions; none of these waits for a lower stage's. So ranks cannot hold each other up.
+stages, and the reduction is dealt to the gaps of that: its first part is started behind the stage's last backward, its
+last one before the first part of the next lower stage's. On all data ranks reductions come in the same order, however
+many microbatches each has. And who waits for one waits, on any rank, for backwards of this stage and of higher ones,
+and for their reductions; none of these waits for a lower stage's. So ranks cannot hold each other up.
 """
 
 from __future__ import annotations

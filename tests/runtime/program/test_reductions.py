@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphcomp as gc
 from graphcomp.errors import ScheduleError
 from graphcomp.ir.signature import Shard
-from graphcomp.runtime.program.early import Part, reductions
 from graphcomp.runtime.program.instructions import RankProgram, Reduce, Run, Unshard
+from graphcomp.runtime.program.reductions import Part, reductions
 from graphcomp.schedule.actions import parse
 from graphcomp.testing import VirtualStep, run_ranks
 
