@@ -43,6 +43,11 @@ class GraphcompError(Exception):
         lines.append(f"  (see {DOCS}#{type(self).__name__.lower()})")
         super().__init__("\n".join(lines))
 
+    def at(self, where: str | None) -> GraphcompError:
+        """The same error, with the place that whoever raised it did not know."""
+        found = _rebuild(type(self), self.what, where, self.expected, self.got, self.do)
+        return found.with_traceback(self.__traceback__)
+
     def __reduce__(self) -> tuple[object, ...]:
         """Keep the parts when an error travels between processes."""
         return _rebuild, (type(self), self.what, self.where, self.expected, self.got, self.do)

@@ -35,6 +35,7 @@ from graphcomp.capture.taken import check_functions
 from graphcomp.capture.userfiles import is_user_file
 from graphcomp.compat.pytree import path_text, register_record, tree_flatten_with_path
 from graphcomp.compat.run_time_sizes import knowing_splits, relied_on
+from graphcomp.compat.scans import scans_of_parts
 from graphcomp.compat.symbols import (
     FakeTensorMode,
     conditions,
@@ -130,7 +131,7 @@ def capture(
                     _differentiate(objective, inputs, labels, results)
         return results.values
 
-    with _TRACING, unchanged_model(model), explained(model, labels), mode, knowing_splits(), parts_of_any_size():
+    with _TRACING, unchanged_model(model), explained(model, labels), mode, knowing_splits(), _tensor_parallel():
         module = trace(function, (state.fakes, list(leaves.values())), is_user_file)
         require_functional(module.graph)
     roles = [*state.roles, *(role.BatchLeaf(path) for path in leaves)]
@@ -160,6 +161,13 @@ def capture(
 def _rules(model: nn.Module, labels: Labels, inputs: dict[str, torch.Tensor]) -> Iterator[None]:
     """Within, checkpointed regions run once, and gradient hooks are traced."""
     with marked_regions(labels), traced_hooks(model, labels, inputs):
+        yield
+
+
+@contextlib.contextmanager
+def _tensor_parallel() -> Iterator[None]:
+    """Within, `DTensor` gets right what it does not get by itself."""
+    with parts_of_any_size(), scans_of_parts():
         yield
 
 

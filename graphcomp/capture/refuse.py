@@ -116,6 +116,8 @@ def explained(model: nn.Module, labels: Labels) -> Iterator[None]:
                 got=asked.got,
                 do=asked.do,
             ) from error
+        if isinstance(error, CaptureError) and error.where is None:
+            raise error.at(f"module '{name}', {line}" if name else line) from error.__cause__
         if isinstance(error, FunctionsRefusedError):
             raise refusal(error, f"module '{name}', {line}" if name else line) from error
         if isinstance(error, TypeError) and "unhashable type: non-nested SymInt" in str(error):

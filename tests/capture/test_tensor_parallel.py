@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -272,4 +273,31 @@ def test_inner_sizes_that_do_not_divide(rank: int) -> None:
     forget_meshes()
     if caught is not None:
         assert caught.value.expected == "a part of 7 (4, 3), or of 5 (3, 2)"
-        assert "module 'second.2'" in "".join(caught.value.__notes__)
+        line = inspect.getsourcelines(Two.forward)[1] + 1
+        assert caught.value.where == f"module 'second.2', {__file__}:{line}"
+
+
+class Heads(nn.Module):
+    def __init__(self, form: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.up, self.form = nn.Linear(4, 15), form
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(self.up(x)).full_tensor()
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (lambda h: h.unflatten(-1, (3, 5)).transpose(1, 2), "Cannot unflatten unevenly sharded tensor"),
+        (lambda h: h.transpose(1, 2).flatten(1, 2), "Cannot flatten unevenly sharded tensor"),
+    ],
+)
+def test_heads_that_ranks_do_not_divide_are_refused(form: Callable[[Any], Any], text: str) -> None:
+    forget_meshes()
+    with fake_mesh(0, tp=2) as mesh:
+        model = parallelize_module(Heads(form), mesh["tp"], {"up": ColwiseParallel(use_local_output=False)})
+        with pytest.raises(RuntimeError, match=text) as caught:
+            capture(model, squares, torch.ones(2, 3, 4), mesh=mesh)
+    assert f"at {__file__}" in "".join(caught.value.__notes__)
+    forget_meshes()

@@ -267,3 +267,78 @@ def test_over_data_ranks() -> None:
         assert "'norm.weight', a plain tensor and so the same on all tensor ranks: checksum" in plain
         assert "batch f32[2, 6, 4]" in sizes and "batch f32[4, 6, 4]" in sizes
         assert "the model's output cannot be returned: it holds a DTensor" in output
+
+
+COLUMNS: dict[str, Callable[[Any], Any]] = {
+    "flatten before": lambda h: h.flatten(0, 1),
+    "expand": lambda h: h[:, :, None].expand(-1, -1, 2, -1).flatten(2, 3),
+    "cat along": lambda h: torch.cat([h, 2 * h], -1),
+    "cat across": lambda h: torch.cat([h, 2 * h], 1),
+    "slice": lambda h: h[..., 3:],
+    "pad": lambda h: F.pad(h, (1, 0)),
+    "repeat": lambda h: h.repeat(1, 1, 2),
+    "softmax": lambda h: h.softmax(-1),
+    "variance": lambda h: h.var(-1),
+    "running sum": lambda h: h.cumsum(-1),
+    "roll": lambda h: h.roll(1, -1),
+    "product": lambda h: h.transpose(1, 2) @ h,
+}
+ROWS: dict[str, Callable[[Any], Any]] = {
+    "split": lambda h: h.unflatten(-1, (2, 2)).transpose(1, 2),
+    "expand rows": lambda h: h[:, :, None].expand(-1, -1, 3, -1),
+    "cat rows": lambda h: torch.cat([h, h + 1], 1),
+    "last row": lambda h: h[:, -1],
+    "mean over rows": lambda h: h.mean(1),
+    "softmax over rows": lambda h: h.softmax(1),
+    "running sum over rows": lambda h: h.cumsum(-2),
+}
+
+
+class Uneven(nn.Module):
+    """15 columns, and any number of rows, in parts that operators on DTensors change the shape of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 15), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        wide, long = self.up(x), self.down(x)
+        found = {n: f(wide) for n, f in COLUMNS.items()} | {n: f(long) for n, f in ROWS.items()}
+        return {name: whole(y) for name, y in found.items()}
+
+
+def each_place_counts(output: dict[str, Tensor], batch: Any) -> Any:
+    ramps = {name: torch.arange(y.numel(), dtype=y.dtype).view(y.shape).cos() for name, y in output.items()}
+    return {name: gc.mean_loss((y.sin() * ramps[name]).sum()) for name, y in output.items()}
+
+
+def uneven() -> Uneven:
+    torch.manual_seed(0)
+    return Uneven().double()
+
+
+def uneven_batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, length, 4, dtype=torch.float64, generator=generator) for length in (5, 1)]
+
+
+def over_parts(rank: int) -> Any:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False)
+    model = parallelize_module(uneven(), mesh, {"up": ColwiseParallel(use_local_output=False), "down": rows})
+    step = gc.compile_train_step(model, each_place_counts, plan=gc.Plan(mesh=mesh, backend="eager", quiet=True))
+    losses = {name: loss.item() for name, loss in step(uneven_batches()).losses.items()}
+    return losses, {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+@pytest.mark.gloo
+def test_operators_on_parts_that_do_not_divide() -> None:
+    model, expected = uneven(), dict.fromkeys((*COLUMNS, *ROWS), 0.0)
+    for batch in uneven_batches():
+        for name, loss in each_place_counts(model(batch), batch).items():
+            (loss.value / 2).backward(retain_graph=True)
+            expected[name] += loss.value.item() / 2
+    for losses, gradients in run_ranks(over_parts, 2):
+        assert losses == {name: pytest.approx(value, rel=1e-9) for name, value in expected.items()}
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-8, atol=1e-11)
