@@ -19,7 +19,8 @@ import torch.distributed as dist
 from graphcomp.compat.process_groups import cut_off, give_up
 from graphcomp.errors import RankFailure, error_text
 from graphcomp.runtime.failures.report import Board, Phase, Report, ranks_text
-from graphcomp.runtime.program.channel import PeerLate, PeerLost
+from graphcomp.runtime.failures.signals import signals_held
+from graphcomp.runtime.program.channel import Channel, PeerLate, PeerLost
 from graphcomp.runtime.ranks.layout import Layout
 
 LOST = (
@@ -43,6 +44,7 @@ _UNUSABLE = (
 )
 
 Result = TypeVar("Result")
+End = TypeVar("End", dist.ProcessGroup, Channel)
 
 
 @dataclass
@@ -72,7 +74,7 @@ class Failures:
         self.layout, self.progress, self.shared = layout, progress, shared
         self.broken: str | None = None
         self._board = None if layout.side is None else Board(layout.side)
-        self._leaving: threading.Thread | None = None
+        self._left: threading.Event | None = None
         self._first: Report | None = None
 
     def guarded(self, work: Callable[[], Result], known: Callable[[BaseException], bool] = lambda _: False) -> Result:
@@ -99,12 +101,11 @@ class Failures:
         cause, where = cause_of(error), self._where(error)
         text = error_text(error) if cause == "error" else _plain(error)
         own = Report(cause, self._rank, where, text, self.progress.call, self.progress.phase)
-        if self._leaving is None:
-            self.broken = f"{text.splitlines()[0]} (in {where})"
-            # In another thread, for no signal interrupts that.
-            self._leaving = threading.Thread(target=self._leave, args=(own,), name="graphcomp leaves", daemon=True)
-            self._leaving.start()
-        self._leaving.join(_LONGEST)
+        with signals_held():
+            if self._left is None:
+                self.broken = f"{text.splitlines()[0]} (in {where})"
+                self._left = self._begin_to_leave(own)
+        self._left.wait(_LONGEST)
         first = self._first or own
         if first is not own:  # what was noticed here is only that connections were closed
             self.broken = f"{first.error.splitlines()[0]} (in {first.where})"
@@ -131,6 +132,22 @@ class Failures:
         detail = "".join(f", {note[3:]}" for note in notes_of(error) if note.startswith("in microbatch "))
         return f"rank {self._rank}, {self.layout.own_text}, {self.progress.doing}{detail}"
 
+    def _begin_to_leave(self, report: Report) -> threading.Event:
+        """Set when all is closed. In another thread, as no signal interrupts that; here, if there is none to be had."""
+        left = threading.Event()
+
+        def leave() -> None:
+            try:
+                self._leave(report)
+            finally:
+                left.set()
+
+        try:
+            threading.Thread(target=leave, name="graphcomp leaves", daemon=True).start()
+        except RuntimeError:
+            leave()
+        return left
+
     def _leave(self, report: Report) -> None:
         board = self._board
         if board is None:
@@ -138,7 +155,7 @@ class Failures:
         if report.cause == "error":
             self._first = board.post(report)
         for channel in (one for ends in self.layout.channels.values() for one in ends):
-            channel.close()
+            _try(Channel.close, channel)
         with contextlib.suppress(Exception):  # what is not there any more keeps nobody waiting
             for group in self.shared():
                 _try(cut_off, group)
@@ -190,10 +207,10 @@ class Failures:
         return f"{before}, on all ranks"  # a rank that has not come to the exchange keeps all others in it
 
 
-def _try(close: Callable[[dist.ProcessGroup], None], group: dist.ProcessGroup) -> None:
-    """One group that cannot be closed must not keep the others open."""
+def _try(close: Callable[[End], None], end: End) -> None:
+    """One group or channel that cannot be closed must not keep the others open."""
     with contextlib.suppress(Exception):
-        close(group)
+        close(end)
 
 
 def _plain(error: BaseException) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,6 +95,62 @@ def test_channels_are_closed(failures: Failures) -> None:
     with pytest.raises(PeerLost):
         peer.post([torch.zeros(1)]).wait()
     peer.close()
+
+
+def test_a_channel_that_cannot_be_closed_keeps_nothing_open(
+    failures: Failures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = socket.socketpair()
+    stuck, peer = Channel(ours, 1, 30.0), Channel(theirs, 0, 30.0)
+    failures.layout = dataclasses.replace(failures.layout, channels={1: [stuck, Channel(socket.socket(), 1, 30.0)]})
+    closed: list[Channel] = []
+
+    def close(channel: Channel) -> None:
+        closed.append(channel)
+        raise RuntimeError("cannot be closed")
+
+    monkeypatch.setattr(Channel, "close", close)
+    ends(failures, ValueError("here"))
+    monkeypatch.undo()
+    assert closed == failures.layout.channels[1] and failures._board is not None
+    assert failures._board.silent() == () and failures.layout.side is not None
+    with pytest.raises(RuntimeError, match="process group"):
+        group_of(failures.layout.side.group_name)
+    for channel in (*closed, peer):
+        channel.close()
+
+
+def test_ctrl_c_while_the_thread_that_leaves_is_started(
+    failures: Failures, monkeypatch: pytest.MonkeyPatch, ctrl_c: None
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        failures.guarded(lambda: 1 // 0)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert failures._board is not None
+    posted = failures._board.read()
+    assert posted is not None and posted.error.startswith("ZeroDivisionError") and failures._board.silent() == ()
+    assert any("Before that" in note or "have been told" in note for note in caught.value.__notes__)
+
+
+def test_without_a_thread_to_be_had_the_rank_leaves_all_the_same(
+    failures: Failures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    error = ends(failures, ValueError("here"))
+    assert error.__notes__[-1].startswith("The other ranks have been told.")
+    assert failures._board is not None
+    posted = failures._board.read()
+    assert posted is not None and posted.error == "ValueError: here" and failures._board.silent() == ()
 
 
 def test_without_a_place_of_its_own_it_is_what_the_rank_was_doing(failures: Failures) -> None:
