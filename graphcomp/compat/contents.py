@@ -1,11 +1,11 @@
 """Operators whose number of results depends on contents, while something is captured: that number is read by the one
-operator that reads (`read_numbers`), and the rest is done by operators that are told it. make_fx has no public place
-for such rules but its table of decompositions.
+operators that read (`read_sum`, `read_numbers`), and the rest is done by operators that are told it. make_fx has no
+public place for such rules but its table of decompositions.
 
-    index(x, [mask])    ->    n = read_numbers(sum(mask))    i = nonzero_static(mask, n)    index(x, [i])
+    index(x, [mask])    ->    n = read_sum(mask)    i = nonzero_static(mask, n)    index(x, [i])
 
 A program then holds one node for each wait of the host, and backward takes the places that forward has found. The same
-contents are read once: by identity, or where the same operations made them of the same values.
+contents are read once: where the same node, or the same operations on the same values, made them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -22,30 +21,26 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
-from graphcomp.compat.equal_values import equal, node_of, sketch
+from graphcomp.compat.equal_values import equal, last_node, node_of, sketch
+from graphcomp.compat.indexed import check_broadcasts, check_slice, indexed_shape
 from graphcomp.compat.never_negative import is_never_negative
-from graphcomp.compat.run_time_sizes import READ_NUMBERS, is_run_time
+from graphcomp.compat.run_time_sizes import READ_NUMBERS, READ_SUM, is_run_time
 
 aten = torch.ops.aten
 Numbers = list[Any]
 
 
-@dataclass
-class _Known:
-    """reads: what was read, by a sketch, each with its node. places: of the true elements, by mask and version."""
-
-    reads: dict[str, list[tuple[Node, Numbers]]] = field(default_factory=dict)
-    places: dict[tuple[Node, int], torch.Tensor] = field(default_factory=dict)
-
-
-_known: _Known | None = None
+Known = dict[str, list[tuple[Node, Node, Any]]]
+"""What was found in contents, by what was asked and a sketch of its node: the node, the last one of the trace at that
+time, and what was found."""
+_known: Known | None = None
 
 
 @contextlib.contextmanager
 def knowing_contents() -> Iterator[None]:
     """Within, which is one trace, `RULES` read the same contents once, and `tolist` reads all elements at once."""
     global _known
-    before, _known = _known, _Known()
+    before, _known = _known, {}
     separately: Any = FakeTensor.tolist
 
     def tolist(x: torch.Tensor) -> Any:
@@ -59,40 +54,41 @@ def knowing_contents() -> Iterator[None]:
         _known = before
 
 
-def read(numbers: torch.Tensor, sizes: Sequence[Any] = (), facts: str = "") -> Numbers:
-    """The elements of an integer tensor as numbers, in order. For sizes and facts, see `run_time_sizes`."""
-    node = node_of(numbers)
+def once(what: str, of: torch.Tensor, find: Callable[[], Any]) -> Any:
+    """What `find` finds in the contents of a tensor; where they were asked for the same before, what it found then."""
+    node = node_of(of)
     if _known is None or node is None:
-        return _fresh(numbers, sizes, facts)
-    known = _known.reads.setdefault(f"{sketch(node)} {facts}", [])
-    for before, found in known:
-        if equal(before, node):
+        return find()
+    known = _known.setdefault(f"{what} {sketch(node)}", [])
+    for before, asked, found in known:
+        if equal(before, node, asked):
             return found
-    found = _fresh(numbers, sizes, facts)
-    known.append((node, found))
+    asked, found = last_node(node), find()
+    known.append((node, asked, found))
     return found
 
 
-def _fresh(numbers: torch.Tensor, sizes: Sequence[Any], facts: str) -> Numbers:
-    return list(READ_NUMBERS(numbers, list(sizes), facts) if facts else READ_NUMBERS(numbers))
+def read(operator: OpOverload, numbers: torch.Tensor, sizes: Sequence[Any] = (), facts: str = "") -> Numbers:
+    """What one of the operators that read yields. For sizes and facts, see `run_time_sizes`."""
 
+    def ask() -> Numbers:
+        return list(operator(numbers, list(sizes), facts) if facts else operator(numbers))
 
-def _count(mask: torch.Tensor) -> Any:
-    return read(mask.sum(), [mask.numel()], "0 <= n0\nn0 <= s0")[0]
+    found: Numbers = once(f"{operator} {facts}", numbers, ask)
+    return found
 
 
 def _nonzero(x: torch.Tensor) -> Any:
     """The places of what is true: (n, dimensions)."""
     if x.dim() == 0:
         return NotImplemented
-    node = node_of(x)
-    key = None if node is None else (node, x._version)
-    if _known is not None and key in _known.places:
-        return _known.places[key]
-    found = aten.nonzero_static.default(x, size=_count(x if x.dtype is torch.bool else x != 0))
-    if _known is not None and key is not None:
-        _known.places[key] = found
-    return found
+    mask = x if x.dtype is torch.bool else x != 0
+
+    def places() -> torch.Tensor:
+        (count,) = read(READ_SUM, mask, [mask.numel()], "0 <= n0\nn0 <= s0")
+        return aten.nonzero_static.default(mask, size=count)
+
+    return once("places", mask, places)
 
 
 def _is_mask(index: object) -> bool:
@@ -112,13 +108,26 @@ def _by_places(x: torch.Tensor, indices: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _index(target: OpOverload, x: torch.Tensor, indices: Sequence[Any], *rest: Any, **options: Any) -> Any:
-    if not any(map(_is_mask, indices)):
-        return NotImplemented
-    values = rest[0] if rest else None
-    if isinstance(values, torch.Tensor) and not is_run_time(values) and values.numel() == 1 and not any(rest[1:]):
+def _index(target: OpOverload, x: torch.Tensor, indices: Sequence[Any]) -> Any:
+    return target(x, _by_places(x, indices)) if any(map(_is_mask, indices)) else NotImplemented
+
+
+def _index_put(
+    target: OpOverload,
+    x: torch.Tensor,
+    indices: Sequence[Any],
+    values: torch.Tensor,
+    accumulate: bool = False,
+    *rest: Any,
+    **options: Any,
+) -> Any:
+    """Fakes take values of any shape, and compiled code then reads behind their end."""
+    masked = any(map(_is_mask, indices))
+    if masked and not is_run_time(values) and values.numel() == 1 and not accumulate:
         return NotImplemented  # a fill, whose places nobody has to count
-    return target(x, _by_places(x, indices), *rest, **options)
+    places = _by_places(x, indices)
+    check_broadcasts(values.shape, indexed_shape(x.shape, places))
+    return target(x, places, values, accumulate, *rest, **options) if masked else NotImplemented
 
 
 def masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -130,13 +139,15 @@ def masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def _repeats(repeats: torch.Tensor, *, output_size: Any = None) -> Any:
     if output_size is not None:
         return NotImplemented
-    (total,) = read(repeats.sum(), [repeats.numel()], "0 <= n0")
+    (total,) = read(READ_SUM, repeats, [repeats.numel()], "0 <= n0")
     return aten.repeat_interleave.Tensor(repeats, output_size=total)
 
 
 def _bincount(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
-    above = torch.cat([x.to(torch.int64), x.new_full((1,), minlength - 1, dtype=torch.int64)]).amax() + 1
-    (classes,) = read(above, [max(minlength, 16)], f"{minlength} <= n0")
+    x = x.to(torch.int64)
+    last, first = (torch.cat([x, x.new_full((1,), end)]) for end in (minlength - 1, 0))
+    facts = f"{minlength} <= n0\n0 <= n1\tno element of what bincount counts is negative"
+    classes, _ = read(READ_NUMBERS, torch.stack([last.amax() + 1, first.amin()]), [max(minlength, 16)], facts)
     if weights is None:
         weights = torch.ones_like(x, dtype=torch.int64)
     elif weights.dtype is not torch.float32:
@@ -177,7 +188,7 @@ def _plain(x: torch.Tensor) -> Numbers:
     """All elements of a tensor of one dimension."""
     node = node_of(x)
     counts = node is not None and is_never_negative(node)
-    return read(x, (), "\n".join(f"0 <= n{i}" for i in range(x.shape[0])) if counts else "")
+    return read(READ_NUMBERS, x, (), "\n".join(f"0 <= n{i}" for i in range(x.shape[0])) if counts else "")
 
 
 def _slice(x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
@@ -196,14 +207,14 @@ RULES: dict[OpOverload, Callable[..., Any]] = {
     aten.unique_consecutive.default: _unique_consecutive,
     aten._local_scalar_dense.default: _item,
     aten.slice.Tensor: _slice,
+    aten.slice_scatter.default: check_slice,
+    **{target: functools.partial(_index, target) for target in (aten.index.Tensor, aten._unsafe_index.Tensor)},
     **{
-        target: functools.partial(_index, target)
+        target: functools.partial(_index_put, target)
         for target in (
-            aten.index.Tensor,
             aten.index_put.default,
             aten.index_put_.default,
             aten._index_put_impl_.default,
-            aten._unsafe_index.Tensor,
             aten._unsafe_index_put.default,
         )
     },

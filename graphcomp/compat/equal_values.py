@@ -21,11 +21,20 @@ def node_of(tensor: torch.Tensor) -> Node | None:
     return None if found is None else found.proxy.node
 
 
-def equal(one: Node, other: Node) -> bool:
-    """Whether two nodes, `one` made first, hold the same contents: the same operations on the same values.
+def last_node(node: Node) -> Node:
+    """The last node of the trace so far."""
+    return node.graph._root.prev
 
-    Not where memory that they read was written to since the first of these operations.
+
+def equal(one: Node, other: Node, asked: Node) -> bool:
+    """Whether a node holds now what another held once: the same node, or the same operations on the same values.
+
+    Not where memory that they read was written to since the first of these operations; of one node, since it was asked.
+
+    asked: the last node of the trace at the time when the contents of `one`, made before `other`, were asked for.
     """
+    if one.graph is not other.graph:
+        return False
     own: set[Node] = set()
     pending = [(one, other)]
     while pending:
@@ -43,12 +52,12 @@ def equal(one: Node, other: Node) -> bool:
                 pending.append((left, right))
             elif type(left) is not type(right) or left != right:
                 return False
-    read = {_memory(node) for one in own for node in (one, *one.all_input_nodes)}
-    node = other
-    while own:
+    read = {_memory(node) for each in own or {one} for node in (each, *each.all_input_nodes)}
+    node, earliest = last_node(other), set(own)
+    while earliest or not (own or node is asked):
         if not read.isdisjoint(map(_memory, written_arguments(node))):
             return False
-        own.discard(node)
+        earliest.discard(node)
         node = node.prev
     return True
 

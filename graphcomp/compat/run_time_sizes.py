@@ -1,22 +1,24 @@
 """Sizes known at run time only: the operators that read them on the host, and what stands for them while tracing.
 
-`read_numbers(numbers)` yields the elements of an integer tensor as numbers; `exchange_splits(sent, received, rows)` how
-many rows an exact exchange brings, then how many go to each rank, then how many come from each. Real tensors are read
-in one host synchronisation. Of fake ones nobody knows the contents, so their numbers are symbols of a second kind
-("unbacked"), which no input of a program shows. The public way to make those is a switch of the shape environment,
-which would let operators through that wait for the device without being counted.
+`read_numbers(numbers)` yields the elements of an integer tensor as numbers; `read_sum(numbers)` their sum, of a mask
+how many are true; `exchange_splits(sent, received, rows)` how many rows an exact exchange brings, then how many go to
+each rank, then how many come from each. Real tensors are read in one host synchronisation. Of fake ones nobody knows
+the contents, so their numbers are symbols of a second kind ("unbacked"), which no input of a program shows. The public
+way to make those is a switch of the shape environment, which would let operators through that wait for the device
+without being counted.
 
-Both take facts: relations between the numbers they yield (`n0`, `n1`, ...) and others that they are given (`s0`, ...),
+A sum is an operator of its own so that what is added up is a tensor in memory, the one that places are found in: a
+compiler that computed it twice, in two loops, could round it two ways.
+
+All take facts: relations between the numbers they yield (`n0`, `n1`, ...) and others that they are given (`s0`, ...),
 one a line: the relation, how it reads, the line of code that needs it. A tracer believes them; a run checks them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
-from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,18 +31,23 @@ from torch.utils._sympy.solve import try_solve
 from torch.utils._sympy.symbol import SymT, prefix_str
 from torch.utils.weak import WeakIdKeyDictionary
 
+from graphcomp.compat.host_functions import function_of
 from graphcomp.errors import CollectiveError, GuardError
 
 _LIBRARY = torch.library.Library("graphcomp", "DEF")
 _FACTS = "SymInt[] sizes=[], str facts=''"
 _LIBRARY.define(f"exchange_splits(Tensor sent, Tensor received, SymInt rows, {_FACTS}) -> SymInt[]")
 _LIBRARY.define(f"read_numbers(Tensor numbers, {_FACTS}) -> SymInt[]")
+_LIBRARY.define(f"read_sum(Tensor numbers, {_FACTS}) -> SymInt[]")
 EXCHANGE_SPLITS: OpOverload = torch.ops.graphcomp.exchange_splits.default
 """(sent, received, rows): the rows that come, how many go to each rank, how many come from each. sent sums to rows"""
 READ_NUMBERS: OpOverload = torch.ops.graphcomp.read_numbers.default
 """(numbers): the elements of an integer tensor whose own size is a plain number, in order"""
-READS = (EXCHANGE_SPLITS, READ_NUMBERS)
-has_side_effect(READ_NUMBERS)  # it checks
+READ_SUM: OpOverload = torch.ops.graphcomp.read_sum.default
+"""(numbers): the sum of all elements of a tensor of integers or bools, alone in a list"""
+READS = (EXCHANGE_SPLITS, READ_NUMBERS, READ_SUM)
+for _read_only in (READ_NUMBERS, READ_SUM):
+    has_side_effect(_read_only)  # it checks
 
 Numbers = list[Any]
 _syncs = 0
@@ -85,16 +92,21 @@ def _read_numbers(numbers: torch.Tensor, sizes: Sequence[int] = (), facts: str =
     return _checked(numbers.reshape(-1).tolist(), sizes, facts)
 
 
+def _read_sum(numbers: torch.Tensor, sizes: Sequence[int] = (), facts: str = "") -> Numbers:
+    return _read_numbers(numbers.sum(), sizes, facts)
+
+
 def _checked(numbers: Numbers, sizes: Sequence[int], facts: str) -> Numbers:
     names = _names(numbers, sizes)
     for relation, readable, line in map(_parts_of, facts.splitlines()):
-        if not eval(_compiled(relation), {"min": min, "max": max}, names):
+        if not function_of(relation, tuple(names))(*names.values()):
             raise GuardError(
                 "sizes that are known when the program runs do not fit together",
                 where=line,
                 expected=readable or relation,
                 got=", ".join(f"{name} = {number}" for name, number in names.items() if name in relation),
-                do="check the code at this line; eager PyTorch fails there too, or broadcasts a size of 1",
+                do="see what the code at this line needs; eager PyTorch fails there too, unless it broadcasts one row, "
+                "or counts a negative place from the end",
             )
     return numbers
 
@@ -106,11 +118,6 @@ def _names(numbers: Sequence[Any], sizes: Sequence[Any]) -> dict[str, Any]:
 def _parts_of(fact: str) -> tuple[str, str | None, str | None]:
     relation, readable, line = (*fact.split("\t"), "", "")[:3]
     return relation, readable or None, line or None
-
-
-@functools.lru_cache(maxsize=1000)
-def _compiled(relation: str) -> CodeType:
-    return compile(relation, "fact", "eval")
 
 
 def _wrong(what: str, expected: object, got: object) -> CollectiveError:
@@ -141,9 +148,17 @@ _GUESS = 16
 
 def _stand_for_numbers(numbers: torch.Tensor, sizes: Sequence[Any] = (), facts: str = "") -> Numbers:
     """A symbol for each element, about which the facts hold."""
+    return _stand_for_some(int(numbers.numel()), sizes, facts)
+
+
+def _stand_for_sum(numbers: torch.Tensor, sizes: Sequence[Any] = (), facts: str = "") -> Numbers:
+    return _stand_for_some(1, sizes, facts)
+
+
+def _stand_for_some(count: int, sizes: Sequence[Any], facts: str) -> Numbers:
     environment = torch.library.get_ctx()._shape_env
     with _holds_by_itself(environment):
-        found = [environment.create_unbacked_symint() for _ in range(int(numbers.numel()))]
+        found = [environment.create_unbacked_symint() for _ in range(count)]
         for number in found:
             environment.var_to_hint_override[number.node.expr] = hint(sizes[0] if sizes else _GUESS)
         _believe(found, sizes, facts)
@@ -155,8 +170,8 @@ def _stand_for_numbers(numbers: torch.Tensor, sizes: Sequence[Any] = (), facts: 
 
 def _believe(numbers: Numbers, sizes: Sequence[Any], facts: str) -> None:
     for relation, _, _ in map(_parts_of, facts.splitlines()):
-        names = {"min": torch.sym_min, "max": torch.sym_max}
-        holds = eval(_compiled(relation), names, _names(numbers, sizes))
+        names = _names(numbers, sizes)
+        holds = function_of(relation, tuple(names), symbolic=True)(*names.values())
         torch._check(holds)
         if isinstance(holds, torch.SymBool) and _settles:
             settle(holds.node.shape_env, holds.node._expr)
@@ -311,13 +326,16 @@ def adopt_guesses(environment: Any, found: Mapping[sympy.Symbol, int]) -> None:
 
 _LIBRARY.impl("exchange_splits", _read, "CompositeExplicitAutograd")
 _LIBRARY.impl("read_numbers", _read_numbers, "CompositeExplicitAutograd")
+_LIBRARY.impl("read_sum", _read_sum, "CompositeExplicitAutograd")
 torch.library.register_fake("graphcomp::exchange_splits", _stand_for, lib=_LIBRARY)
 torch.library.register_fake("graphcomp::read_numbers", _stand_for_numbers, lib=_LIBRARY)
+torch.library.register_fake("graphcomp::read_sum", _stand_for_sum, lib=_LIBRARY)
 
 __all__ = [
     "EXCHANGE_SPLITS",
     "READS",
     "READ_NUMBERS",
+    "READ_SUM",
     "adopt_guesses",
     "as_read",
     "guesses",

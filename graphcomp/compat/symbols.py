@@ -17,14 +17,12 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.printers import PythonPrinter
 
 from graphcomp.compat.fakes import TracingMode
 from graphcomp.compat.run_time_sizes import hint
 
 __all__ = [
     "FakeTensorMode",
-    "PythonPrinter",
     "conditions",
     "expression",
     "fake_batch_leaf",

@@ -43,6 +43,11 @@ def is_read_number(node: Node) -> bool:
     return isinstance(source, Node) and reads_numbers(source)
 
 
+def finds_places(node: Node) -> bool:
+    """Whether a call finds as many elements of a mask as were counted before, and so must be given the same mask."""
+    return node.target is torch.ops.aten.nonzero_static.default
+
+
 def is_impure(node: Node) -> bool:
     """Whether computing a node twice, or not at all, differs from computing it once: draws, collectives, waiting."""
     return is_random(node) or is_collective(node) or reads_numbers(node)

@@ -12,8 +12,8 @@ from typing import Any
 import sympy
 from torch.fx import Graph, Node
 
+from graphcomp.compat.host_functions import text_of
 from graphcomp.compat.run_time_sizes import symbol_of
-from graphcomp.compat.symbols import PythonPrinter
 from graphcomp.errors import CaptureError
 from graphcomp.ir import meta
 from graphcomp.ir.calls import arguments
@@ -62,7 +62,7 @@ def check_where_read(
                 others.append(source)
             names[symbol] = f"s{others.index(source)}"
         renamed = relation.xreplace({s: sympy.Symbol(names[str(s)], **s.assumptions0) for s in relation.free_symbols})
-        fact = "\t".join((PythonPrinter().doprint(renamed), readable(relation), line or ""))
+        fact = "\t".join((text_of(renamed), readable(relation), line or ""))
         facts = "\n".join(filter(None, (given.get("facts"), fact)))
         kept = {name: value for name, value in given.items() if name not in ("sizes", "facts")}
         last.args, last.kwargs = (*kept.values(), others, facts), {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 
-from graphcomp.compat.symbols import PythonPrinter
+from graphcomp.compat.host_functions import function_of, text_of
 from graphcomp.errors import VerifyError
 
 Expression: TypeAlias = sympy.Expr | int
@@ -19,16 +18,7 @@ Expression: TypeAlias = sympy.Expr | int
 
 def evaluator(expressions: Sequence[object], symbols: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
     """Compile expressions into one host function of the sizes (positional, in the order of `symbols`)."""
-    return _compiled(f"({''.join(f'{text}, ' for text in _texts(expressions))})", symbols)
-
-
-def _texts(expressions: Sequence[object]) -> list[str]:
-    printer = PythonPrinter()
-    return [printer.doprint(sympy.sympify(expression)) for expression in expressions]
-
-
-def _compiled(body: str, names: Sequence[str]) -> Callable[..., Any]:
-    return eval(f"lambda {', '.join(names)}: {body}", {"math": math, "max": max, "min": min})
+    return function_of(f"({''.join(f'{text_of(each)}, ' for each in expressions)})", tuple(symbols))
 
 
 @dataclass(frozen=True)
@@ -108,9 +98,9 @@ class Sizes:
     @cached_property
     def _fits(self) -> Callable[..., bool]:
         """Of all sizes of a microbatch, in the order of `shapes`, and those that the symbols are."""
-        sizes = _texts([size for shape in self.shapes.values() for size in shape])
-        tests = [f"found == [{', '.join(sizes)}]", *(f"({text})" for text in _texts(self.conditions))]
-        return _compiled(" and ".join(tests), ["found", *self.symbols])
+        sizes = [text_of(size) for shape in self.shapes.values() for size in shape]
+        tests = [f"found == [{', '.join(sizes)}]", *(f"({text_of(condition)})" for condition in self.conditions)]
+        return function_of(" and ".join(tests), ("found", *self.symbols))
 
     @cached_property
     def _conditions(self) -> Callable[..., tuple[Any, ...]]:

@@ -1,9 +1,11 @@
 """Numbers read out of the batch alone: read before a step begins, on every rank, and inputs of all programs from then
 on. So they are sizes like those of the batch, which may cross between stages.
 
-    %sum = sum(%mask)  %n = read_numbers(%sum)[0]  ...    ->    before: return size u0 = %n      %u0: int = size u0  ...
+    %n = read_sum(%mask)[0]  ...    ->    before: return size u0 = %n      %u0: int = size u0  ...
 
-Sound: the batch is the same before the step as within it; what a stage would have read is what it is given.
+Sound: the batch is the same before the step as within it, and what leads to the number is exact: of floating point only
+what the batch holds itself. What is rounded may come out another way in other code, before the step and on each stage,
+and would pick other rows than were counted; such numbers are read where the rows are picked.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from graphcomp.ir.meta import Phase
 from graphcomp.ir.normalize import computed, replace_by_number
 from graphcomp.ir.program import Level, Program
 from graphcomp.ir.randomness import draws
+from graphcomp.partition.exact import is_exact
 from graphcomp.partition.extract import extract
 
 _BATCH = (role.BatchLeaf, role.Size, role.Constant)
@@ -66,12 +69,12 @@ def read_before(program: Program) -> tuple[Program, Before | None]:
 
 
 def _of_the_batch(program: Program) -> list[Node]:
-    """The calls that read what follows from the batch alone."""
+    """The calls that read what follows exactly from the batch alone."""
     known = {node for what, node in program.input_nodes() if isinstance(what, _BATCH)}
     found = []
     for node in program.calls():
         apart = draws(node) or is_collective(node) or meta.note(node).phase is Phase.BACKWARD
-        if not apart and known.issuperset(node.all_input_nodes):
+        if not apart and known.issuperset(node.all_input_nodes) and is_exact(node):
             known.add(node)
             if reads_numbers(node):
                 found.append(node)

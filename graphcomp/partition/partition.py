@@ -119,7 +119,7 @@ class _Cutter:
         """Sizes known at run time only do not leave their stage; neither does an output that has them."""
         for table, step in ((routes.down, 1), (routes.up, -1)):
             for stage, nodes in table.items():
-                for node in filter(has_run_time_size, nodes):
+                for node in (node for node in nodes if has_run_time_size(node) or is_read_number(node)):
                     raise crossing_error(node, f"stage {max(stage, stage + step)}")
         for what, node in self.program.output_items():
             if self.stages == 1 or not self.outputs:

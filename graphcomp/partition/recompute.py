@@ -20,7 +20,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from graphcomp.ir import meta
-from graphcomp.ir.effects import is_collective, reads_numbers
+from graphcomp.ir.effects import finds_places, is_collective, reads_numbers
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
 from graphcomp.ir.randomness import draws, is_seeded
@@ -105,7 +105,8 @@ class _Copier:
 
 
 def _computed_once(program: Program) -> Iterator[Node]:
-    """The values of regions that are kept whatever the memory: draws, results of other ranks, the user's choice.
+    """The values of regions that are kept whatever the memory: draws, results of other ranks, the user's choice; places
+    of rows, whose number was read, for a mask that a compiler rounds another way would have another number.
 
     Of a mask that is made of a draw alone, and smaller, the mask is kept. What belongs to a tuple stays with it.
     """
@@ -119,7 +120,8 @@ def _computed_once(program: Program) -> Iterator[Node]:
         is_mask = bool(tensors) and drawn.issuperset(tensors) and size_bytes(node) < sum(map(size_bytes, tensors))
         if is_draw or is_mask:
             drawn.add(node)
+        kept = meta.note(node).kept or finds_places(node)
         belongs = is_part(node) and node.all_input_nodes[0] in once
-        if is_draw or is_mask or belongs or is_collective(node) or reads_numbers(node) or meta.note(node).kept:
+        if is_draw or is_mask or belongs or is_collective(node) or reads_numbers(node) or kept:
             once.add(node)
             yield node

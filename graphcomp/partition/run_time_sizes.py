@@ -46,8 +46,9 @@ def crossing_error(value: Node, to: str, named: str | None = None) -> PartitionE
         where=", ".join(filter(None, (f"module '{note.module}'" if note.module else None, note.source))),
         expected="what is done with rows that a mask, or an exact exchange, picks, and their way back, on one stage",
         got=f"Plan(split=...) names '{named}', which %{value.name} would cross" if named else f"%{value.name}",
-        do="begin the stage at another module; pick rows by the batch alone, whose sizes all stages know; or declare a "
-        "capacity: all_to_all(..., capacity=...)",
+        do="begin the stage at another module; pick rows by the batch alone, whose sizes all stages know (if a mask is "
+        "computed in floating point, compute it in the data loader); or declare a capacity: "
+        "all_to_all(..., capacity=...)",
     )
 
 

@@ -17,6 +17,7 @@ READS = frozenset(
         "aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::allclose",
         "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
         "aten::_assert_async", "graphcomp::exchange_splits", "graphcomp::read_numbers",
+        "graphcomp::read_sum",
     }
 )  # fmt: skip
 """Operators that read values back, or whose result's size depends on values: on a device the host waits for both."""

@@ -213,6 +213,161 @@ def test_compiled_over_stages() -> None:
     assert step.compiler.traces == 1
 
 
+class Given(Model):
+    """What a test does with the rows has the whole batch."""
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        return self.last(self.between(self, self.first(batch["x"]), batch).tanh())
+
+
+def given_of(between: Any) -> Model:
+    torch.manual_seed(4)
+    return Given(between).double()
+
+
+def at_places(number: int, values: int, picked: int) -> dict[str, Tensor]:
+    """A batch of rows, some of which a mask of the batch picks, and so does the first column; and other rows."""
+    mask = torch.randperm(number) < picked
+    x = torch.randn(number, WIDTH, dtype=torch.float64)
+    x[:, 0] = torch.where(mask, 1, -1)
+    return {"x": x, "y": torch.randn(values, WIDTH, dtype=torch.float64), "mask": mask}
+
+
+def put_by_batch(model: Model, h: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    h = h.clone()
+    h[batch["mask"]] = batch["y"]
+    return model.again(h)
+
+
+def put_by_model(model: Model, h: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    h = h.clone()
+    h[batch["x"][:, 0] * model.again.weight.square().sum().detach() > 0] = batch["y"]
+    return model.again(h)
+
+
+def added_up(model: Model, h: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return model.again(h.index_put((batch["mask"],), batch["y"], accumulate=True))
+
+
+def put_in_a_slice(model: Model, h: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return model.again(h.slice_scatter(batch["y"], 0, 0, batch["mask"].sum().item()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("between", [put_by_batch, put_by_model, added_up, put_in_a_slice])
+def test_as_many_rows_are_put_as_are_picked(between: Any, backend: str) -> None:
+    """Compiled code would read behind the end of what it is given."""
+    model = given_of(between)
+    step = step_of(model, total, backend=backend)
+    assert_equal(model, total, [at_places(7, 3, 3), at_places(9, 5, 5)], step, 1e-10)
+    for values, picked in ((3, 6), (5, 2)):
+        with pytest.raises(GuardError, match="do not fit together") as caught:
+            step.run([at_places(7, values, picked)])
+        assert "test_picked.py:" in str(caught.value.where) and "y.shape[0]" in str(caught.value.expected)
+    assert step.compiler.traces == 1
+
+
+def test_as_many_rows_are_put_as_there_are_places() -> None:
+    def put(model: Model, h: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return model.again(h.index_put((batch["y"].long(),), batch["x"]))
+
+    batch = {"x": torch.randn(5, WIDTH, dtype=torch.float64), "y": torch.arange(5)}
+    step = step_of(given_of(put), total)
+    step.run([batch])
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        step.run([{**batch, "y": torch.arange(3)}])
+
+
+ROUNDED = {
+    "raw": (lambda b: b["score"][:, 0] > 0.5, True),
+    "moved": (lambda b: torch.where(b["mask"], b["score"][:, 0].abs(), -1.0) > 0.5, True),
+    "whole": (lambda b: b["mask"].long().cumsum(0) % 2 == 1, True),
+    "cast": (lambda b: b["mask"].float() > 0.5, True),
+    "largest": (lambda b: b["score"].argmax(-1) == 1, True),
+    "summed": (lambda b: b["score"].sum(-1) > 0.5, False),
+    "softmax": (lambda b: b["score"].softmax(-1)[:, 0] > 0.5, False),
+    "short": (lambda b: b["score"][:, 0].bfloat16() > 0.1, False),
+    "share": (lambda b: b["mask"].cumsum(0) / 3 > 1, False),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_what_may_be_rounded_another_way_is_read_where_rows_are_picked(name: str) -> None:
+    """What is exact is read before the step, and its rows cross cuts."""
+    mask, exact = ROUNDED[name]
+    model = given_of(lambda model, h, batch: model.again(h[mask(batch)]))
+    batches = [{**at_places(n, 2, 3), "score": torch.randn(n, 3)} for n in (6, 8)]
+    step = step_of(model, total)
+    assert_equal(model, total, batches, step, 1e-10)
+    assert (step.latest[0].specialisation.joint.before is not None) == exact
+    apart = step_of(model, total, split=["last"])
+    if exact:
+        assert_equal(model, total, batches, apart, 1e-10)
+    else:
+        with pytest.raises(PartitionError, match="known at run time only") as caught:
+            apart.run(batches)
+        assert "compute it in the data loader" in str(caught.value)
+
+
+@pytest.mark.inductor
+def test_rows_are_those_that_were_counted() -> None:
+    """Eager PyTorch and Inductor round these scores differently, about every second one."""
+
+    def score(s: Tensor) -> Tensor:
+        return (s * s.sin().exp()).sum(-1)
+
+    def picked(model: Model, h: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return h[score(batch["score"]) > batch["least"]]
+
+    scores = torch.randn(1000, 64)
+    scores[-1] = -1.5
+    x = torch.zeros(1000, WIDTH, dtype=torch.float64)
+    x[-1] = 1  # never picked, but where a place is missing
+    model, found = given_of(picked), score(scores)
+    least = found[:20].nextafter(torch.tensor(-1e9))  # so that eager PyTorch just picks that row
+    batches = [{"x": x, "score": scores, "least": one} for one in least]
+    step = step_of(model, total, backend="inductor")
+    losses = torch.stack(list(step.run(batches).result.microbatch_losses)) * 3 * len(batches)
+    picked_rows = losses / total(model.last(model.first(x[:1]).tanh()), None).total
+    assert torch.allclose(picked_rows, picked_rows.round(), rtol=0, atol=1e-6)
+    counts = torch.stack([(found > one).sum() for one in least])
+    assert (picked_rows - counts).abs().max() < 2
+
+
+def model_first(model: Model, h: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    rows = h[h[:, 0] > 0]
+    return model.again(rows) + h[batch["mask"]]
+
+
+def batch_first(model: Model, h: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    rows = h[batch["mask"]]
+    return model.again(h[h[:, 0] > 0]) + rows
+
+
+@pytest.mark.parametrize("between", [model_first, batch_first])
+def test_rows_picked_by_the_batch_meet_those_picked_by_the_model(between: Any) -> None:
+    model = given_of(between)
+    with torch.no_grad():
+        model.first.weight.copy_(torch.eye(WIDTH))
+    batches = [at_places(7, 1, 3), at_places(6, 1, 4)]
+    assert_equal(model, total, batches, step_of(model, total), 1e-10)
+    with pytest.raises(PartitionError, match="known at run time only"):
+        step_of(model, total, split=["last"]).run(batches)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8])
+def test_only_what_is_not_negative_is_counted(dtype: torch.dtype) -> None:
+    def occur(model: Model, h: Tensor, x: Tensor) -> Tensor:
+        return model.again(h) * torch.bincount(h[:, 0].sign().to(dtype), minlength=WIDTH)[:WIDTH]
+
+    model = model_of(occur)
+    step = step_of(model, total)
+    assert_equal(model, total, [rows(1, 4), rows(1, 6)], step, 1e-10)
+    with pytest.raises(GuardError) as caught:
+        step.run([rows(-1, 4)])
+    assert "is negative" in str(caught.value.expected)
+
+
 def meets_all(model: Model, h: Tensor, x: Tensor) -> Tensor:
     return h[h[:, 0] > 0] + h
 
@@ -223,8 +378,14 @@ def fact(model: Model, h: Tensor, x: Tensor) -> Tensor:
     return h[:number]
 
 
+def share(model: Model, h: Tensor, x: Tensor) -> Tensor:
+    number = (h[:, 0] > 0).sum().item()
+    torch._check(number * 1.5 >= x.shape[0])
+    return h[:number]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("between", [meets_all, fact])
+@pytest.mark.parametrize("between", [meets_all, fact, share])
 def test_what_code_relies_on_is_checked_whenever_it_is_read(between: Any, backend: str) -> None:
     model = model_of(between)
     step = step_of(model, total, backend=backend)
@@ -291,3 +452,20 @@ def test_explain_names_what_is_read() -> None:
         "2 host syncs a microbatch, out of the batch, on every rank before a step: u0, u1",
         "1 host sync a microbatch, on stage 0",
     ]
+
+
+def test_a_repeated_region_takes_the_places_that_were_counted() -> None:
+    """Its mask, computed again, could be rounded another way."""
+
+    def region(model: Model, h: Tensor) -> Tensor:
+        return h * model.again(h.detach()[h.detach()[:, 0] > 0].sin()).sum()
+
+    def repeated(model: Model, h: Tensor, x: Tensor) -> Tensor:
+        return checkpoint(region, model, h, use_reentrant=False)
+
+    step = step_of(model_of(repeated), total, split=["last"])
+    step.run([rows(0, 7)])
+    stage = step.latest[0].specialisation.partitions[False].stages[0]
+    assert stage.backward is not None
+    assert [str(program).count("nonzero_static(") for program in (stage.forward, stage.backward)] == [1, 0]
+    assert "_again" in str(stage.backward)
