@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import struct
@@ -92,13 +93,22 @@ def _listening(calls: int) -> Iterator[_Listener | None]:
     with contextlib.ExitStack() as stack:
         listener: _Listener | None = None
         with contextlib.suppress(OSError, AttributeError):
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="graphcomp-"))  # of this user alone
+            folder = Path(tempfile.mkdtemp(prefix="graphcomp-"))  # of this user alone
+            path = str(folder / "ranks")
+            stack.callback(_remove, folder, path)
             own = stack.enter_context(socket.socket(socket.AF_UNIX))
             own.settimeout(_LONGEST)
-            own.bind(path := str(Path(folder, "ranks")))
+            own.bind(path)
             own.listen(calls)
             listener = _Listener(own, _Offer(_machine(), path, secrets.token_bytes(16)))
         yield listener
+
+
+def _remove(folder: Path, path: str) -> None:
+    """By name: to look into a folder takes a descriptor, and there may be none left."""
+    for remove, what in ((os.unlink, path), (os.rmdir, folder)):
+        with contextlib.suppress(OSError):
+            remove(what)
 
 
 def _call(offer: _Offer, rank: int, made: Connections, peer: int, which: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import resource
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,6 +109,24 @@ def test_a_folder_with_too_long_a_name(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     assert close(meet(RING)) == [[], [], [], []]
     long.rmdir()
+
+
+@pytest.mark.parametrize("spare", range(7))
+def test_ranks_with_few_descriptors_left(spare: int) -> None:
+    """Two ranks in one process, which share them: whatever they run out of, both leave each other out, or neither."""
+    limits, last = resource.getrlimit(resource.RLIMIT_NOFILE), max(map(int, os.listdir("/proc/self/fd")))
+    held = [os.open(os.devnull, os.O_RDONLY)]
+    while held[-1] <= last:  # no number is free below it then
+        held.append(os.open(os.devnull, os.O_RDONLY))
+    os.close(end := held.pop())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (end + spare, limits[1]))
+    try:
+        met = meet([(1,), (0,)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for one in held:
+            os.close(one)
+    assert close(met) in ([[], []], [[1], [0]])
 
 
 def test_nobody_else_may_look_in(folder: Path) -> None:
