@@ -14,7 +14,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._ops import OpOverload
@@ -24,6 +23,7 @@ from torch.fx import Node
 from graphcomp.compat.equal_values import equal, last_node, node_of, sketch
 from graphcomp.compat.indexed import check_broadcasts, check_slice, indexed_shape
 from graphcomp.compat.never_negative import is_never_negative
+from graphcomp.compat.replaced import replaced
 from graphcomp.compat.run_time_sizes import READ_NUMBERS, READ_SUM, is_run_time
 
 aten = torch.ops.aten
@@ -48,7 +48,7 @@ def knowing_contents() -> Iterator[None]:
         return separately(x) if found is NotImplemented else found
 
     try:
-        with mock.patch.object(FakeTensor, "tolist", tolist):
+        with replaced((FakeTensor, "tolist", tolist)):
             yield
     finally:
         _known = before
@@ -134,6 +134,15 @@ def masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """As an index, above autograd: the backward of the operator itself would fix all sizes."""
     shape = torch.broadcast_shapes(input.shape, mask.shape)
     return input.expand(shape)[mask.expand(shape)]
+
+
+def narrow(input: torch.Tensor, dim: int, start: Any, length: Any) -> torch.Tensor:
+    """Where it begins at a place that is read, a slice: the function itself asks whether it is one from the end."""
+    if not is_run_time(start):
+        return input.narrow(dim, start, length)
+    torch._check(start >= 0)
+    torch._check(start + length <= input.shape[dim])
+    return aten.slice.Tensor(input, dim, start, start + length)
 
 
 def _repeats(repeats: torch.Tensor, *, output_size: Any = None) -> Any:

@@ -20,7 +20,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from graphcomp.compat.contents import masked_select
+from graphcomp.compat.contents import masked_select, narrow
 from graphcomp.compat.replaced import replaced
 
 CONCRETE = frozenset(
@@ -42,6 +42,7 @@ CONCRETE = frozenset(
 
 
 _MASKED = frozenset({torch.masked_select, torch.Tensor.masked_select})
+_NARROW = frozenset({torch.narrow, torch.Tensor.narrow})
 
 CONCRETE_OPERATORS = frozenset({torch.ops.aten.constant_pad_nd.default})
 """The same among operators, of which a program is made that is traced again."""
@@ -140,6 +141,8 @@ class SymbolicSizes(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in _MASKED:
             return masked_select(*args, **kwargs)
+        if func in _NARROW:
+            return narrow(*args, **kwargs)
         if func not in CONCRETE:
             return func(*args, **kwargs)
         if any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves((args, kwargs))):

@@ -435,6 +435,17 @@ def test_rows_that_the_model_picks_stay_on_their_stage() -> None:
     assert "test_picked.py:" in str(caught.value.where)
 
 
+def test_a_part_may_begin_at_a_place_that_is_read() -> None:
+    def part(model: Model, h: Tensor, x: Tensor) -> Tensor:
+        return model.again(h.narrow(0, (h[:, 0] > 0).sum().item(), 2)) + h.narrow(-1, -3, 3).sum()
+
+    model = model_of(part)
+    step = step_of(model, total)
+    assert_equal(model, total, [rows(-1, 4), rows(-1, 6)], step, 1e-10)
+    with pytest.raises(GuardError, match="do not fit together"):
+        step.run([rows(1, 4)])
+
+
 def test_explain_names_what_is_read() -> None:
     class Both(Decoder):
         def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
