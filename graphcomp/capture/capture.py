@@ -33,6 +33,7 @@ from graphcomp.capture.regions import marked_regions
 from graphcomp.capture.state import Captured, Reachable, State, unchanged_model
 from graphcomp.capture.taken import check_functions
 from graphcomp.capture.userfiles import is_user_file
+from graphcomp.compat.assigned import unseen_assignments_refused
 from graphcomp.compat.pytree import path_text, register_record, tree_flatten_with_path
 from graphcomp.compat.run_time_sizes import knowing_splits, relied_on
 from graphcomp.compat.scans import scans_of_parts
@@ -108,7 +109,7 @@ def capture(
     `functionalize` pass removes. Raises CaptureError, LossError, BatchError, StateError.
     """
     began = time.perf_counter()
-    check_buffers(model)
+    check_buffers(model.named_buffers(), type(model).__name__)
     check_hooks(model)
     spec, tensors = describe(batch)
     mode = new_fake_mode()
@@ -124,10 +125,13 @@ def capture(
         rules = _rules(model, labels, inputs)
         with labels.applied(), labels.module_names(model), rules, torch.set_grad_enabled(training):
             own = state.in_model(inputs, labels)
-            with swapped_state(model, own):
+            with swapped_state(model, own), unseen_assignments_refused(model):
                 given = dict(zip(leaves, batch_leaves, strict=True))
                 objective = _run(model, loss_fn, spec, own, given, labels, results)
                 if training:
+                    pairs = zip(state.roles, fakes, strict=True)
+                    buffers = ((what.name, fake) for what, fake in pairs if isinstance(what, role.Buffer))
+                    check_buffers(buffers, type(model).__name__)
                     _differentiate(objective, inputs, labels, results)
         return results.values
 
@@ -193,7 +197,8 @@ def _run(
         batch = fields
         fields.read.update(named)
     output = model(*positional, **named)
-    updated = {name: buffer for name, buffer in model.named_buffers() if buffer is not state[name]}
+    named = model.named_buffers(remove_duplicate=False)
+    updated = {name: buffer for name, buffer in named if name in state and buffer is not state[name]}
     updated = {name: part_like(buffer, state[name]) for name, buffer in updated.items()}
     labels.phase, labels.module = Phase.LOSS, None
     if loss_fn is None:

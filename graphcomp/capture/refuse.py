@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphcomp.capture.contents import question_of
@@ -22,14 +23,14 @@ from graphcomp.ir.program import Program
 from graphcomp.ir.randomness import draws
 
 
-def check_buffers(model: nn.Module) -> None:
+def check_buffers(buffers: Iterable[tuple[str, torch.Tensor]], where: str) -> None:
     """Refuse buffers that require a gradient: only parameters are trained."""
-    for name, buffer in model.named_buffers():
+    for name, buffer in buffers:
         if buffer.requires_grad:
             raise StateError(
                 f"buffer '{name}' requires a gradient, which a compiled step gives to parameters only",
-                where=type(model).__name__,
-                do="make it an nn.Parameter, or detach it before it is registered",
+                where=where,
+                do="make it an nn.Parameter, or detach what it is made of, and write to it under torch.no_grad()",
             )
 
 
@@ -116,7 +117,7 @@ def explained(model: nn.Module, labels: Labels) -> Iterator[None]:
                 got=asked.got,
                 do=asked.do,
             ) from error
-        if isinstance(error, CaptureError) and error.where is None:
+        if isinstance(error, CaptureError | StateError) and error.where is None:
             raise error.at(f"module '{name}', {line}" if name else line) from error.__cause__
         if isinstance(error, FunctionsRefusedError):
             raise refusal(error, f"module '{name}', {line}" if name else line) from error
