@@ -9,8 +9,10 @@ no public names.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import sympy
@@ -29,13 +31,16 @@ Size = Any  # an int, or a symbolic one
 
 @contextlib.contextmanager
 def parts_of_any_size() -> Iterator[None]:
-    """Within, `DTensor`s of sizes that do not divide are traced: one program for all of them that are not small."""
+    """Within, `DTensor`s of sizes that do not divide are traced: one program for all of them that are not small.
+
+    What torch raises once layers have handed on parts becomes a CaptureError that tells which there were.
+    """
     wholes = _Wholes()
     to_local, from_local = DTensor.to_local, DTensor.from_local
 
     def handing_on(self: DTensor, **options: Any) -> torch.Tensor:
         local = to_local(self, **options)
-        wholes.note(self)
+        wholes.note(self, local)
         return local
 
     def handed_on(
@@ -57,7 +62,27 @@ def parts_of_any_size() -> Iterator[None]:
         (DTensor, "to_local", handing_on),
         (DTensor, "from_local", staticmethod(handed_on)),
     ):
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            if type(error) is not RuntimeError or not wholes or not _torchs_own(error):
+                raise
+            raise CaptureError(
+                "an operator fails in a model whose layers hand each other parts of tensors",
+                expected=f"code that goes with any tensor rank's part of {wholes}",
+                got=" ".join(str(error).split()),
+                do="if it does not fail in one process, let the tensor ranks divide these sizes, and the number of "
+                "heads as well",
+            ).with_traceback(error.__traceback__) from error
+
+
+def _torchs_own(error: Exception) -> bool:
+    """Whether torch raised it, rather than code of the user's."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return Path(frame.f_code.co_filename).is_relative_to(_TORCH)
+
+
+_TORCH = Path(torch.__file__).parent
 
 
 def part(size: Size, ranks: int, rank: int) -> tuple[Size, Size]:
@@ -93,7 +118,7 @@ def _filled_up(tensor: torch.Tensor, dim: int, missing: Size) -> torch.Tensor:
 
 @dataclass
 class _Whole:
-    """A size in parts of different sizes, by rank. dims: the dimensions that have been as large."""
+    """A size in parts, by rank. dims: the dimensions that have been as large."""
 
     size: Size
     parts: list[Size]
@@ -102,6 +127,14 @@ class _Whole:
     def __str__(self) -> str:
         return f"{hint(self.size)} ({', '.join(str(hint(one)) for one in self.parts)})"
 
+    @property
+    def keys(self) -> set[Any]:
+        return set(map(_key, self.parts))
+
+    @property
+    def equal(self) -> bool:
+        return len(self.keys) == 1
+
 
 class _Wholes:
     """Those whose parts became plain tensors, by mesh. A plain tensor is known as a part by its size."""
@@ -109,44 +142,67 @@ class _Wholes:
     def __init__(self) -> None:
         self._known: dict[DeviceMesh, list[_Whole]] = {}
 
-    def note(self, tensor: DTensor) -> None:
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def __str__(self) -> str:
+        return _listed(one for known in self._known.values() for one in known)
+
+    def note(self, tensor: DTensor, local: torch.Tensor) -> None:
         """Take note of a tensor whose part becomes a plain one."""
         mesh, dim = tensor.device_mesh, _split_dim(tensor.device_mesh, tensor.placements, tensor.dim())
         if dim is None:
             return
-        size: Size = tensor.shape[dim]
-        if is_run_time(size) or size % mesh.size() == 0:
+        size, ranks = tensor.shape[dim], mesh.size()
+        if is_run_time(size):
             return
         known = self._known.setdefault(mesh, [])
         whole = next((one for one in known if _key(one.size) == _key(size)), None)
         if whole is None:
-            whole = _Whole(size, [length for length, _ in _parts(size, mesh.size())])
+            divides = size % ranks == 0
+            parts = [local.size(dim)] * ranks if divides else [length for length, _ in _parts(size, ranks)]
+            whole = _Whole(size, parts)
             known.append(whole)
         whole.dims.add(dim)
 
     def shape_of(self, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[Size, ...] | None:
         """The shape of the whole, if a plain tensor is a part of one that does not divide; None if all parts are equal.
 
-        The size of an equal part may be that of some rank's part here. It is not this part's on every rank, for they
-        differ; so one rank raises, if it is taken for what it is not.
+        A whole is refused if any rank's part of it could be one of another: by all ranks, for all know the same wholes.
+        An equal part of one that nobody has seen may be as large as some rank's part here. It is not as large as this
+        part on every rank, for those differ; so one rank raises, if it is taken for what it is not.
         """
         dim = _split_dim(mesh, placements, local.dim())
         if dim is None or mesh not in self._known:
             return None
         size, known = _key(local.size(dim)), self._known[mesh]
-        found = [one for one in known if size in map(_key, one.parts)]
-        found = [one for one in found if dim in one.dims] or found
-        if not found and not any(_made_of(size, one) for one in known):
+        found = _along(dim, [one for one in known if size in one.keys])
+        if found:
+            found = _along(dim, [one for one in known if not one.keys.isdisjoint(found[0].keys)])
+        else:
+            found = [one for one in known if not one.equal]
+            if not any(_made_of(size, one) for one in found):
+                return None
+        if all(one.equal for one in found):
             return None
         own = mesh.get_local_rank()
         if len(found) != 1 or _key(found[0].parts[own]) != size:
             raise CaptureError(
                 "a layer is handed a part of a tensor whose size does not tell how large the whole is",
-                expected="a part of " + ", or of ".join(map(str, known)),
+                expected=f"a part of {_listed(found)}",
                 got=f"{[hint(each) for each in local.shape]}, in parts along dimension {dim}, on tensor rank {own}",
                 do="let layers hand on DTensors (use_local_output=False), or let the tensor ranks divide these sizes",
             )
         return (*local.shape[:dim], found[0].size, *local.shape[dim + 1 :])
+
+
+def _along(dim: int, wholes: list[_Whole]) -> list[_Whole]:
+    """Those that this dimension has been as large as, if there are any."""
+    return [one for one in wholes if dim in one.dims] or wholes
+
+
+def _listed(wholes: Iterable[_Whole]) -> str:
+    return ", or of ".join(dict.fromkeys(map(str, wholes)))
 
 
 def _dense(shape: Sequence[Size]) -> tuple[Size, ...]:
@@ -173,4 +229,6 @@ def _key(size: Size) -> Any:
 def _made_of(size: Any, whole: _Whole) -> bool:
     """Whether a formula is made of that of the parts, or is that of the whole, as no equal part is."""
     formula = _key(whole.parts[0])
-    return isinstance(size, sympy.Basic) and (size == _key(whole.size) or size.has(*formula.atoms(FloorDiv)))
+    if not isinstance(size, sympy.Basic) or not isinstance(formula, sympy.Basic):
+        return False
+    return size == _key(whole.size) or size.has(*formula.atoms(FloorDiv))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -267,14 +266,35 @@ def test_inner_sizes_that_do_not_divide(rank: int) -> None:
         model = Two()
         for name in ("first", "second"):
             parallelize_module(model, mesh["tp"], {f"{name}.0": ColwiseParallel(), f"{name}.2": RowwiseParallel()})
-        refused = pytest.raises(CaptureError, match="does not tell how large the whole is")
-        with refused if rank == 0 else contextlib.nullcontext() as caught:  # the other one hears of it
+        with pytest.raises(CaptureError, match="does not tell how large the whole is") as caught:
             capture(model, squares, torch.ones(6, 4), mesh=mesh)
     forget_meshes()
-    if caught is not None:
-        assert caught.value.expected == "a part of 7 (4, 3), or of 5 (3, 2)"
-        line = inspect.getsourcelines(Two.forward)[1] + 1
-        assert caught.value.where == f"module 'second.2', {__file__}:{line}"
+    assert caught.value.expected == "a part of 7 (4, 3), or of 5 (3, 2)"
+    line = inspect.getsourcelines(Two.forward)[1] + 1
+    assert caught.value.where == f"module 'second.2', {__file__}:{line}"
+
+
+class Split(nn.Module):
+    """Each rank splits its part of 15 columns into heads of 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 15)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).unflatten(-1, (-1, 3))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_heads_of_plain_parts_that_ranks_do_not_divide(rank: int) -> None:
+    forget_meshes()
+    with fake_mesh(rank, tp=2) as mesh:
+        model = nn.Sequential(parallelize_module(Split(), mesh["tp"], {"up": ColwiseParallel()}))
+        with pytest.raises(CaptureError, match="hand each other parts of tensors") as caught:
+            capture(model, squares, torch.ones(2, 3, 4), mesh=mesh)
+    forget_meshes()
+    assert caught.value.expected == "code that goes with any tensor rank's part of 15 (8, 7)"
+    assert caught.value.where == f"module '0', {__file__}:{inspect.getsourcelines(Split.forward)[1] + 1}"
 
 
 class Heads(nn.Module):

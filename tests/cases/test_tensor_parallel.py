@@ -202,9 +202,10 @@ def test_compiled_where_no_size_divides() -> None:
 
 @pytest.mark.gloo
 def test_cut_with_parts_of_sequences_and_classes() -> None:
-    """Of any length: one that divides, one that does not, and one that leaves nothing for the second rank."""
-    shapes = ((4, 6), (2, 5), (2, 1))
-    compare(run_ranks(partial(run, shapes=shapes), 4, {"pp": 2, "tp": 2}, True, True), shapes=shapes, programs=3)
+    """Of any length: one that divides, one that does not, and one that leaves nothing for the second rank. The inner
+    size does not divide."""
+    sizes = {"shapes": ((4, 6), (2, 5), (2, 1)), "inner": 11}
+    compare(run_ranks(partial(run, **sizes), 4, {"pp": 2, "tp": 2}, True, True), programs=3, **sizes)
 
 
 class Small(nn.Module):

@@ -117,6 +117,60 @@ def test_a_size_that_several_wholes_have_a_part_of() -> None:
     forget_meshes()
 
 
+def part_of(mesh: Any, size: int) -> Tensor:
+    """A rank's part of columns, as a layer hands it on."""
+    local = torch.ones(2, part(size, 2, mesh["tp"].get_local_rank())[0])
+    form = {"shape": (2, size), "stride": (size, 1)}
+    return DTensor.from_local(local, mesh["tp"], [Shard(1)], run_check=False, **form).to_local()
+
+
+@pytest.mark.parametrize("size", [7, 9])
+def test_ranks_refuse_alike_where_one_of_them_cannot_tell(size: int) -> None:
+    """One rank's part is as large as that of a size that divides; the other one's is like no other."""
+    for rank in range(2):
+        with fake_mesh(rank, tp=2) as mesh, parts_of_any_size():
+
+            def handed_on(local: Tensor, mesh: Any = mesh) -> Any:
+                return DTensor.from_local(local, mesh["tp"], [Shard(1)], run_check=False).shape
+
+            assert handed_on(part_of(mesh, 8)) == (2, 8)
+            assert handed_on(part_of(mesh, 13)) == (2, 13)
+            for local in (part_of(mesh, size), part_of(mesh, 8)):
+                with pytest.raises(CaptureError, match="does not tell how large the whole is") as caught:
+                    handed_on(local)
+                parts = ", ".join(str(part(size, 2, each)[0]) for each in range(2))
+                assert caught.value.expected == f"a part of 8 (4, 4), or of {size} ({parts})"
+            assert handed_on(part_of(mesh, 13)) == (2, 13)
+        forget_meshes()
+
+
+def test_a_length_of_any_size_is_no_part_of_a_number() -> None:
+    """Lengths that divide, beside columns that do not."""
+    mode = new_fake_mode()
+    with fake_mesh(0, tp=2) as mesh:
+        fake = fake_batch_leaf(mode, torch.ones(6, 8), "x")
+        with parts_of_any_size():
+            part_of(mesh, 15)
+            whole = DTensor.from_local(fake, mesh["tp"], [Shard(1)], run_check=False)
+    forget_meshes()
+    assert whole.shape[1].node.expr == 2 * fake.shape[1].node.expr
+
+
+def test_what_torch_raises_tells_which_parts_there_are() -> None:
+    with fake_mesh(1, tp=2) as mesh:
+        for known, kind, got in ((False, RuntimeError, None), (True, CaptureError, "is invalid for input of size 8")):
+            with pytest.raises(kind) as caught, parts_of_any_size(), new_fake_mode() as mode:
+                local = part_of(mesh, 9) if known else mode.from_tensor(torch.ones(2, 4))
+                local.view(2, -1, 3)
+            if got is not None:
+                assert isinstance(caught.value, CaptureError) and got in str(caught.value.got)
+                assert caught.value.expected == "code that goes with any tensor rank's part of 9 (5, 4)"
+        with pytest.raises(RuntimeError, match="by the model"), parts_of_any_size():
+            part_of(mesh, 9)
+            raise RuntimeError("by the model")
+    forget_meshes()
+
+
 def test_what_is_smaller_than_the_number_of_ranks_stays_in_parts() -> None:
     """Or a layer that is told that its output is in parts hands on the whole."""
     with fake_mesh(0, tp=2) as mesh:
