@@ -1,4 +1,4 @@
-"""Shapes that operators which write by index rely on, and that torch's fakes do not look at."""
+"""Shapes that operators rely on, by index most of all, and that torch's fakes do not look at."""
 
 from __future__ import annotations
 
@@ -41,6 +41,15 @@ def check_slice(x: torch.Tensor, values: torch.Tensor, *where: Any, **named: Any
     part = torch.ops.aten.slice.Tensor(x, *where, **named)
     for size, wanted in zip(values.shape, part.shape, strict=False):
         torch._check(size == wanted, lambda: f"a slice of shape {list(part.shape)} is given {list(values.shape)}")
+    return NotImplemented
+
+
+def check_squeeze(x: torch.Tensor, dim: Any = None) -> Any:
+    """A dimension whose size is known at run time only stays, so it may not be 1. Stays as it is."""
+    dims = range(x.dim()) if dim is None else dim if isinstance(dim, Sequence) else [dim]
+    for size in (x.shape[place] for place in dims if x.dim()):
+        if is_run_time(size):
+            torch._check(size != 1, lambda: "squeeze would drop a dimension of one row")
     return NotImplemented
 
 

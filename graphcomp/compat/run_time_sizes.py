@@ -105,10 +105,16 @@ def _checked(numbers: Numbers, sizes: Sequence[int], facts: str) -> Numbers:
                 where=line,
                 expected=readable or relation,
                 got=", ".join(f"{name} = {number}" for name, number in names.items() if name in relation),
-                do="see what the code at this line needs; eager PyTorch fails there too, unless it broadcasts one row, "
-                "or counts a negative place from the end",
+                do=_NOT_ONE if "!= 1" in relation else _FITS,
             )
     return numbers
+
+
+_FITS = (
+    "see what the code at this line needs; eager PyTorch fails there too, unless it broadcasts one row"
+    ", or counts a negative place from the end"
+)
+_NOT_ONE = "eager PyTorch drops a dimension of one row there: name another one, as in .squeeze(1), or use .flatten()"
 
 
 def _names(numbers: Sequence[Any], sizes: Sequence[Any]) -> dict[str, Any]:
