@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -283,13 +283,28 @@ def _check_cross_entropy(logits: object, labels: object, options: dict[str, Any]
         raise LossError("token_loss needs logits", expected="floating, (..., classes)", got=_describe(logits))
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
         raise LossError("token_loss needs class numbers as labels", expected="integers, (...)", got=_describe(labels))
-    if labels.dim() != logits.dim() - 1 or logits.shape[:-1] != labels.shape:
+    if labels.dim() != logits.dim() - 1 or not _fit(logits.shape[:-1], labels.shape):
         raise LossError(
             "logits and labels do not fit",
             expected="labels of the shape of logits without its last dimension",
             got=f"logits {_describe(logits)}, labels {_describe(labels)}",
             do="nothing is shifted or reshaped for you: pass for example logits[:, :-1] and labels[:, 1:]",
         )
+
+
+def _fit(rows: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether shapes are equal. One size known at run time only is left to `cross_entropy`, which compares the rows."""
+    unknown = 0
+    for size, other in zip(rows, others, strict=True):
+        equal = size == other
+        if isinstance(equal, torch.SymBool):
+            from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
+
+            unknown += (maybe := guard_or_true(equal)) and not guard_or_false(equal)
+            equal = maybe
+        if not equal:
+            return False
+    return unknown <= 1
 
 
 def _is_number(x: object) -> bool:

@@ -85,3 +85,20 @@ def test_rows_that_squeeze_would_drop_are_checked(code: Any) -> None:
         run_virtual(Model(code), squares, [batch(0, 2), batch(1)], plan=gc.Plan(backend="eager", quiet=True))
     assert f"where: test_one_row.py:{code.__code__.co_firstlineno + 1}" in str(error.value)
     assert "got: n0 = 1" in str(error.value) and ".squeeze(1), or use .flatten()" in str(error.value)
+
+
+def labels_of_another_mask(output: Tensor, batch: dict[str, Tensor]) -> gc.TokenLoss:
+    return gc.token_loss(output, batch["labels"][batch["mask"] & (batch["labels"] >= 0)])
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_labels_that_are_as_many_as_rows(stages: int) -> None:
+    compare(from_the_end, labels_of_another_mask, [batch(0, 2, 3), batch(1)], stages)
+
+
+def test_labels_that_are_fewer_than_rows() -> None:
+    def fewer(output: Tensor, batch: dict[str, Tensor]) -> gc.TokenLoss:
+        return gc.token_loss(output, batch["labels"][batch["mask"] & (batch["labels"] > 0)])
+
+    with pytest.raises(GuardError, match="do not fit together"):
+        run_virtual(Model(from_the_end), fewer, [batch(1, 2), batch(0, 2)], plan=gc.Plan(backend="eager", quiet=True))
