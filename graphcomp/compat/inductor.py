@@ -82,8 +82,8 @@ def callable_of(compiled: Any) -> Boxed:
 def guards_since(mode: FakeTensorMode, count: int, symbols: Container[str]) -> tuple[sympy.Basic, ...]:
     """The relations a shape environment has assumed after its first `count` guards.
 
-    symbols: those that a program has. A guard stands as it was asked, and that may be of sizes which the trace had found
-    to equal others: symbols that the program no longer has are written as those that took their place. What it has of
+    symbols: those that a program has. A guard stands as it was asked, and that may be of sizes which the trace had
+    found to equal others: symbols that the program no longer has are written as those that took their place. What it has of
     its own stays, also if the guards themselves have made two of them equal.
     """
     env: Any = mode.shape_env
