@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from graphcomp.compat.equal_values import equal, last_node, node_of, sketch
-from graphcomp.compat.indexed import check_broadcasts, check_slice, check_squeeze, indexed_shape
+from graphcomp.compat.indexed import check_broadcasts, check_slice, check_spread, check_squeeze, indexed_shape
 from graphcomp.compat.never_negative import is_never_negative
 from graphcomp.compat.replaced import replaced
 from graphcomp.compat.run_time_sizes import READ_NUMBERS, READ_SUM, is_run_time
@@ -217,6 +217,7 @@ RULES: dict[OpOverload, Callable[..., Any]] = {
     aten._local_scalar_dense.default: _item,
     aten.slice.Tensor: _slice,
     aten.slice_scatter.default: check_slice,
+    **{one.correction: check_spread for one in (aten.std, aten.var, aten.std_mean, aten.var_mean)},
     **{getattr(one, form): check_squeeze for one in (aten.squeeze, aten.squeeze_) for form in one.overloads()},
     **{target: functools.partial(_index, target) for target in (aten.index.Tensor, aten._unsafe_index.Tensor)},
     **{

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -50,6 +51,16 @@ def check_squeeze(x: torch.Tensor, dim: Any = None) -> Any:
     for size in (x.shape[place] for place in dims if x.dim()):
         if is_run_time(size):
             torch._check(size != 1, lambda: "squeeze would drop a dimension of one row")
+    return NotImplemented
+
+
+def check_spread(x: torch.Tensor, dim: Any = None, *, correction: Any = None, **_: Any) -> Any:
+    """The backward of `std` and `var` divides by how many they are of, less one: eager code goes on with nan, a program
+    has a number of Python there. Stays as it is."""
+    dims = dim if isinstance(dim, Sequence) and dim else range(x.dim()) if dim is None or dim == [] else [dim]
+    count = math.prod(x.shape[place] for place in dims)
+    if torch.is_grad_enabled() and is_run_time(count):
+        torch._check(count != (1 if correction is None else correction), lambda: "std or var of too few rows")
     return NotImplemented
 
 

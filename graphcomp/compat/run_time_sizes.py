@@ -114,7 +114,10 @@ _FITS = (
     "see what the code at this line needs; eager PyTorch fails there too, unless it broadcasts one row"
     ", or counts a negative place from the end"
 )
-_NOT_ONE = "eager PyTorch drops a dimension of one row there: name another one, as in .squeeze(1), or use .flatten()"
+_NOT_ONE = (
+    "eager PyTorch drops a dimension of one row there (name another one, as in .squeeze(1), or use .flatten()), or its "
+    "gradient of std and var is nan (give correction=0)"
+)
 
 
 def _names(numbers: Sequence[Any], sizes: Sequence[Any]) -> dict[str, Any]:

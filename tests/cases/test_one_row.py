@@ -102,3 +102,19 @@ def test_labels_that_are_fewer_than_rows() -> None:
 
     with pytest.raises(GuardError, match="do not fit together"):
         run_virtual(Model(from_the_end), fewer, [batch(1, 2), batch(0, 2)], plan=gc.Plan(backend="eager", quiet=True))
+
+
+def spread(model: Model, h: Tensor, mask: Tensor) -> Tensor:
+    return h / (h[mask].std(0) + 1)
+
+
+def even_spread(model: Model, h: Tensor, mask: Tensor) -> Tensor:
+    return h / (h[mask].var(0, correction=0) + 1)
+
+
+def test_gradient_of_the_spread_of_one_row() -> None:
+    compare(spread, squares, [batch(0, 2, 3), batch(1, 2)], 1)
+    compare(even_spread, squares, [batch(0, 2, 3), batch(1)], 1)
+    with pytest.raises(GuardError, match="correction=0") as error:
+        run_virtual(Model(spread), squares, [batch(0, 2), batch(1)], plan=gc.Plan(backend="eager", quiet=True))
+    assert f"where: test_one_row.py:{spread.__code__.co_firstlineno + 1}" in str(error.value)
