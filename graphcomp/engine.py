@@ -36,9 +36,11 @@ from graphcomp.runtime.state.live import LiveState
 class Engine:
     """Runs steps for one rank of a layout, or for all ranks at once (virtual: messages in a dictionary)."""
 
-    def __init__(self, compiler: GraphCompiler, layout: Layout, virtual: bool = False) -> None:
+    def __init__(
+        self, compiler: GraphCompiler, layout: Layout, virtual: bool = False, state: LiveState | None = None
+    ) -> None:
         self.compiler, self.layout, self.virtual = compiler, layout, virtual
-        self.state = LiveState(compiler.model)
+        self.state = state or LiveState(compiler.model)
         self.owned = Owned(compiler, layout, virtual)
         self.preparation = Preparation(compiler, layout, virtual, self.state, self.owned)
         self.agreement = self.preparation.agreement
@@ -47,6 +49,7 @@ class Engine:
         self.ending = Ending(layout, virtual, self.state, self.agreement, self.progress)
         self.failures = Failures(layout, self.progress, self._shared_groups)
         self.together = Together(self.agreement, self.failures, self.progress, self.require_usable)
+        self.closed = False
         self.followed: Hashable = None
         self.compared = self.virtual or all(len(line) == 1 for line in self.agreement.lines)
         self._latest_scale: tuple[object, torch.Tensor | None] = None, None
@@ -107,8 +110,22 @@ class Engine:
             data_rank = place if self.virtual else self.layout.data_rank
             yield Line(own, ready, data_rank, sum(rank.microbatches for rank in ranks[:data_rank]))
 
+    def close(self) -> Engine:
+        """One that runs nothing, in the place of this one, which has given back its groups and channels.
+
+        All ranks must call it, unless a failure has ended the step.
+        """
+        if self.failures.broken is None and dist.is_initialized():
+            self.progress.begin("closing the step")
+            self.failures.guarded(self.agreement.meet)
+        engine = Engine(self.compiler, self.layout.given_back(), self.virtual, self.state)
+        engine.closed = True
+        return engine
+
     def require_usable(self) -> None:
-        """Raise StepError after a failure that ended the step on all ranks."""
+        """Raise StepError once the step is closed, and after a failure that ended it on all ranks."""
+        if self.closed:
+            raise StepError("this step was closed", do="make a new one")
         if self.failures.broken is not None:
             raise StepError(
                 "this step is unusable: an earlier one failed while messages were under way",

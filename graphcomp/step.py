@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -122,8 +123,9 @@ class CompiledStep:
         """Call `hook(result)` for each microbatch of every later training step; `remove()` of the handle ends that.
 
         Once for each of this pipeline's microbatches (a `MicrobatchResult`), in their order whatever the schedule, and
-        outside of the program: when the step has run, and before anything is written. If a hook raises, nothing is
-        written on any rank, all ranks raise, and the step may be used on. All ranks must have hooks, or none.
+        outside of the program: when the step has run, and before anything is written. If a hook raises an
+        Exception, nothing is written on any rank, all ranks raise, and the step may be used on; after one that ends its
+        process (`sys.exit`), all raise, and the step is of no more use. All ranks must have hooks, or none.
         """
         handle = RemovableHandle(self._hooks)
         self._hooks[handle.id] = hook
@@ -199,6 +201,21 @@ class CompiledStep:
         homes, own = self.compiler.homes, self.layout.own_stages
         named = self.named_parameters()
         yield from (parameter for name, parameter in named if homes.get(name, (0,))[0] in own)
+
+    def close(self) -> None:
+        """Give back process groups, connections and threads. All ranks must call it; again, it does nothing.
+
+        Waits for a checkpoint that is being written in the background. Parameters, gradients and an optimizer are as
+        they were and stay usable, as does the mesh; so do `parameters()` and `state_dict()`. All else raises StepError
+        from then on. After a RankFailure a rank may call it by itself. Raises RankFailure if another rank is gone.
+        """
+        from graphcomp.checkpoint.writing import leave
+
+        if not self.engine.closed:
+            leave(self)
+            self.engine = self.engine.close()
+            self.layout, self._prepared, self.latest = self.engine.layout, None, []
+            gc.collect()  # what refers to groups refers to itself, too
 
     def together(self, doing: str, work: Callable[[], Result]) -> Result:
         """Do what all ranks do together between steps: an error on one of them becomes an error on all."""
@@ -283,6 +300,7 @@ class CompiledStep:
 
     def _compiled(self) -> Prepared:
         if self._prepared is None:
+            self.engine.require_usable()
             raise StepError("nothing is compiled yet", do="run a step, or call step.compile(example) first")
         return self._prepared
 

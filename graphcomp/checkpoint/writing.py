@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import shutil
 import warnings
@@ -164,6 +165,16 @@ def begin(step: CompiledStep, folder: Path, contents: Contents) -> Future[None]:
     if step not in _BACKGROUND:
         _BACKGROUND[step] = step.together("preparing to save in the background", lambda: Background(step))
     return _BACKGROUND[step].begin(folder, contents)
+
+
+def leave(step: CompiledStep) -> None:
+    """Come back when what the background has begun is written; it begins nothing more."""
+    background = _BACKGROUND.pop(step, None)
+    if background is not None:
+        background.thread.shutdown()
+        if background.world.group is not None:
+            with contextlib.suppress(ValueError):  # destroyed already, with all others
+                dist.destroy_process_group(background.world.group)
 
 
 def _write(world: World, folder: Path, contents: Contents) -> None:

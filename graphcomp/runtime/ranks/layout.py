@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
@@ -100,6 +101,20 @@ class Layout:
         """The groups that were made for this layout, and go with it."""
         own = (self.side, self.closing, self.down, self.up, self.down_back, self.up_back, self.data, self.tensor)
         return (group for group in own if group is not None)
+
+    def given_back(self) -> Layout:
+        """The same place, without groups and channels, which are closed. What other ranks wait for must be through.
+
+        Connections and threads of a group go with its last reference.
+        """
+        for channel in (one for ends in self.channels.values() for one in ends):
+            with contextlib.suppress(OSError, RuntimeError):
+                channel.close()
+        for group in self.own_groups:
+            with contextlib.suppress(ValueError):  # given up after a failure, or destroyed with all others
+                dist.destroy_process_group(group)
+        nobody = dict.fromkeys(("down", "up", "down_back", "up_back", "closing", "side", "data", "tensor"))
+        return replace(self, channels={}, **nobody)  # type: ignore[arg-type]
 
 
 def check_layout(plan: Plan) -> None:
