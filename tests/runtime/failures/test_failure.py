@@ -268,6 +268,7 @@ def test_alone_there_is_nobody_to_tell() -> None:
         (RuntimeError("shapes cannot be multiplied"), "error"),
         (ConnectionResetError("Connection reset by peer"), "error"),  # of the user's own sockets
         (KeyboardInterrupt(), "error"),
+        (SystemExit(3), "error"),
     ],
 )
 def test_causes(error: BaseException, cause: str) -> None:
