@@ -19,6 +19,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphcomp.compat.equal_values import equal, last_node, node_of, sketch
 from graphcomp.compat.indexed import check_broadcasts, check_slice, check_spread, check_squeeze, indexed_shape
@@ -201,11 +202,18 @@ def _plain(x: torch.Tensor) -> Numbers:
 
 
 def _slice(x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
-    """A place that is read is one from the front: one from the back would be another program."""
-    for place in (start, end):
-        if is_run_time(place):
+    """A place that is read is one from the front; `-n` is one from the back, and not 0: others are other programs."""
+    size, places = x.shape[dim], [start, end]
+    for which, place in enumerate(places):
+        if not is_run_time(place):
+            continue
+        if statically_known_true(place <= 0) or place.node.expr.as_coeff_Mul()[0].is_negative:
+            torch._check(place < 0)
+            torch._check(size + place >= 0)
+            places[which] = size + place
+        else:
             torch._check(place >= 0)
-    return NotImplemented
+    return NotImplemented if places[0] is start and places[1] is end else aten.slice.Tensor(x, dim, *places, step)
 
 
 RULES: dict[OpOverload, Callable[..., Any]] = {

@@ -118,3 +118,29 @@ def test_gradient_of_the_spread_of_one_row() -> None:
     with pytest.raises(GuardError, match="correction=0") as error:
         run_virtual(Model(spread), squares, [batch(0, 2), batch(1)], plan=gc.Plan(backend="eager", quiet=True))
     assert f"where: test_one_row.py:{spread.__code__.co_firstlineno + 1}" in str(error.value)
+
+
+def the_last(model: Model, h: Tensor, mask: Tensor) -> Tensor:
+    return h[-mask.sum().item() :] * 2
+
+
+def but_the_last(model: Model, h: Tensor, mask: Tensor) -> Tensor:
+    return h[: -mask.sum().item()].sum(0) + h
+
+
+def as_many_less(model: Model, h: Tensor, mask: Tensor) -> Tensor:
+    n = mask.sum().item()
+    return h[: h.shape[0] - n].sum(0) + h[5 - n :].sum(0)
+
+
+def test_places_that_are_differences() -> None:
+    compare(as_many_less, squares, [batch(0, 2, 3), batch(), batch(0, 1, 2, 3, 4)], 1)
+
+
+@pytest.mark.parametrize("code", [the_last, but_the_last])
+def test_places_from_the_end_that_are_read(code: Any) -> None:
+    for stages in (1, 2):
+        compare(code, squares, [batch(0, 2, 3), batch(1), batch(0, 1, 2, 3, 4)], stages)
+    with pytest.raises(GuardError) as error:
+        run_virtual(Model(code), squares, [batch(0, 2), batch()], plan=gc.Plan(backend="eager", quiet=True))
+    assert f"where: test_one_row.py:{code.__code__.co_firstlineno + 1}" in str(error.value)
