@@ -83,8 +83,8 @@ def guards_since(mode: FakeTensorMode, count: int, symbols: Container[str]) -> t
     """The relations a shape environment has assumed after its first `count` guards.
 
     symbols: those that a program has. A guard stands as it was asked, and that may be of sizes which the trace had
-    found to equal others: symbols that the program no longer has are written as those that took their place. What it has of
-    its own stays, also if the guards themselves have made two of them equal.
+    found to equal others: symbols that the program no longer has are written as those that took their place. What it
+    has of its own stays, also if the guards themselves have made two of them equal.
     """
     env: Any = mode.shape_env
     found: dict[sympy.Basic, None] = {}
