@@ -197,8 +197,8 @@ def _run(
         batch = fields
         fields.read.update(named)
     output = model(*positional, **named)
-    named = model.named_buffers(remove_duplicate=False)
-    updated = {name: buffer for name, buffer in named if name in state and buffer is not state[name]}
+    registered = model.named_buffers(remove_duplicate=False)
+    updated = {name: buffer for name, buffer in registered if name in state and buffer is not state[name]}
     updated = {name: part_like(buffer, state[name]) for name, buffer in updated.items()}
     labels.phase, labels.module = Phase.LOSS, None
     if loss_fn is None:

@@ -19,7 +19,7 @@ from graphcomp.compat.modules import own_buffers, own_parameters
 from graphcomp.compat.replaced import replaced
 from graphcomp.errors import CaptureError, StateError
 
-_DATA, _GRAD = torch.Tensor.data.__set__, torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+_DATA, _GRAD = torch.Tensor.data.__set__, torch.Tensor.grad.__set__  # type: ignore[attr-defined, union-attr]
 _USE_VALUE = (
     "compute with the new value itself: F.linear(x, w) in place of a layer whose weight was set; a buffer takes it "
     "by copy_ under torch.no_grad()"
