@@ -7,14 +7,14 @@ public place for such a rule; operators run through this file, so it is none of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as registrations
-from torch.overrides import TorchFunctionMode
 
+from graphcomp.compat.function_modes import FunctionMode
 from graphcomp.compat.modules import own_buffers, own_parameters
 from graphcomp.compat.replaced import replaced
 from graphcomp.errors import CaptureError, StateError
@@ -78,14 +78,8 @@ def _swap(*_: torch.Tensor) -> None:
     raise CaptureError("the code swaps two tensors, which no operation of a program stands for", do=_USE_VALUE)
 
 
-class _Unseen(TorchFunctionMode):
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+class _Unseen(FunctionMode):
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func == _DATA:
             raise CaptureError("the code assigns to x.data, which no operation of a program stands for", do=_USE_VALUE)
         if func == _GRAD and isinstance(args[0], nn.Parameter):
@@ -93,4 +87,4 @@ class _Unseen(TorchFunctionMode):
                 "the code assigns to the gradient of a parameter, which a step fills in by itself",
                 do="return a loss with that gradient, or change .grad after the step",
             )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)

@@ -8,7 +8,7 @@ in their place.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -19,9 +19,9 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.nn.attention import flex_attention as public
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from graphcomp.compat.function_modes import FunctionMode
 from graphcomp.compat.higher_order import FLEX_ATTENTION, FunctionsRefusedError
 from graphcomp.compat.run_time_sizes import is_run_time
 
@@ -51,22 +51,16 @@ def uncompiled(value: object) -> Any:
     return vars(value).get("_torchdynamo_orig_callable") if isinstance(value, FunctionType) else None
 
 
-class TakeFunctions(TorchFunctionMode):
+class TakeFunctions(FunctionMode):
     """Around a trace: what the functions given to an operator close over becomes arguments of the operator.
 
     Raises FunctionsRefusedError for a mask that needs a gradient, and for a size known at run time only.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is FLEX_ATTENTION:
-            return _attend(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return _attend(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -137,7 +131,7 @@ def _is_alone(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.requires_grad
 
 
-class _Outside(TorchFunctionMode):
+class _Outside(FunctionMode):
     """Within, collects the tensors and symbolic sizes that operations use and none of them has made, in order."""
 
     def __init__(self, known: Iterable[Any]) -> None:
@@ -145,20 +139,14 @@ class _Outside(TorchFunctionMode):
         self.found: list[Any] = []
         self._known = {_identity(one): one for leaf in known for one in _made_of(leaf)}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             for one in _made_of(leaf):
                 identity = _identity(one)
                 if identity not in self._known:
                     self._known[identity] = one
                     self.found.append(one)
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         for one in tree_leaves(result):
             if isinstance(one, torch.Tensor):
                 self._known[_identity(one)] = one  # which keeps it alive, so that no other gets its number
@@ -183,7 +171,7 @@ def _identity(value: Any) -> object:
     return id(value) if isinstance(value, torch.Tensor) else value.node.expr
 
 
-class _Exchange(TorchFunctionMode):
+class _Exchange(FunctionMode):
     """Within, operations are given one tensor in the place of another. Sizes need none: a trace finds them by value."""
 
     def __init__(self, old: Sequence[Any], new: Sequence[Any]) -> None:
@@ -191,12 +179,6 @@ class _Exchange(TorchFunctionMode):
         pairs = zip(old, new, strict=True)
         self._table = {id(one): other for one, other in pairs if isinstance(one, torch.Tensor)}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        args, kwargs = tree_map_only(torch.Tensor, lambda x: self._table.get(id(x), x), (args, dict(kwargs or {})))
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, lambda x: self._table.get(id(x), x), (args, kwargs))
         return func(*args, **kwargs)

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental import proxy_tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from graphcomp.compat.contents import masked_select, narrow
+from graphcomp.compat.function_modes import FunctionMode
 from graphcomp.compat.replaced import replaced
 
 CONCRETE = frozenset(
@@ -124,21 +124,14 @@ def symbolic_bodies() -> Iterator[None]:
         yield
 
 
-class SymbolicSizes(TorchFunctionMode):
+class SymbolicSizes(FunctionMode):
     """Around a whole trace: the functions above keep symbolic sizes symbolic."""
 
     def __init__(self) -> None:
         super().__init__()
         self._rest_of_trace = contextlib.ExitStack()
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _MASKED:
             return masked_select(*args, **kwargs)
         if func in _NARROW:

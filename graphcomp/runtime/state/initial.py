@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from graphcomp.compat.aliasing import memory_of, written_values
 from graphcomp.compat.dispatch import BeforeCalls
+from graphcomp.compat.function_modes import FunctionMode
 from graphcomp.errors import StateError
 from graphcomp.ir.digest import number_of
 from graphcomp.ir.randomness import mix
@@ -60,17 +60,17 @@ class _Run:
     draws_apart: bool = False
 
 
-class _Asked(TorchFunctionMode):
+class _Asked(FunctionMode):
     """Within, `observer(tensor)` is called when code asks whether a tensor is on meta."""
 
     def __init__(self, observer: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
         self.observer = observer
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func == _IS_META:
             self.observer(args[0])
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
