@@ -184,13 +184,7 @@ def _refusal(program: Program, role: Role, name: str) -> StateError | CaptureErr
     writer = next((n for n in program.calls() if any(_root(w).name == name for w in written_arguments(n))), None)
     where = None
     if writer is not None:
-        note = meta.note(writer)
-        parts = (
-            note.source,
-            f"module '{note.module}'" if note.module else None,
-            f"operation {writer.target}",
-        )
-        where = ", ".join(part for part in parts if part)
+        where = ", ".join((*reversed(meta.place(writer)), f"operation {writer.target}"))
     if isinstance(role, Param):
         return StateError(
             f"the model changes parameter '{role.name}' in place",

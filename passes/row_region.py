@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from graphcomp.errors import CaptureError
 from graphcomp.ir import meta
+from graphcomp.ir.calls import upstream
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
 from graphcomp.ir.signature import Loss
@@ -24,9 +25,9 @@ _OTHER_PRODUCTS = frozenset({"bmm", "baddbmm", "convolution", "addmv", "mv", "do
 def find_head(program: Program) -> Node:
     """The product of forward with the most columns that a loss needs and no other product; the last of equals."""
     losses = [node for what, node in program.output_items() if isinstance(what, Loss)]
-    needed = _upstream(losses)
+    needed = upstream(losses)
     products = [n for n in program.calls() if n in needed and _is_product(n)]
-    inner = _upstream([source for node in products for source in node.all_input_nodes])
+    inner = upstream([source for node in products for source in node.all_input_nodes])
     ends = [n for n in products if n.target in _PRODUCTS and n not in inner and isinstance(_columns(n), int)]
     if not ends:
         raise CaptureError(
@@ -41,17 +42,6 @@ def find_head(program: Program) -> Node:
 def _columns(product: Node) -> Any:
     found = meta.tensor(product)
     return None if found is None else found.shape[1]
-
-
-def _upstream(nodes: Sequence[Node]) -> set[Node]:
-    found: set[Node] = set()
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending.extend(node.all_input_nodes)
-    return found
 
 
 def _is_product(node: Node) -> bool:
@@ -145,14 +135,12 @@ class Region:
 
     def _refusal(self, user: Node, reason: str, source: Node | None = None) -> CaptureError:
         named = source if user.op == "output" and source is not None else user
-        note = meta.note(named)
         what = f"'{user.target}'"
         if user.op == "output":
             what = ", ".join(f"'{role}'" for role, node in self.program.output_items() if node is source)
-        module = f"module '{note.module}'" if note.module else None
         return CaptureError(
             f"head and loss cannot be computed in chunks of rows: {what} needs all rows at once",
-            where=", ".join(part for part in (module, note.source, f"node '{named.name}'") if part),
+            where=", ".join((*meta.place(named), f"node '{named.name}'")),
             expected="operations on each row of the logits by itself, and sums over rows",
             got=reason,
             do="use token_loss or sums (not means) over rows, or leave out Plan(loss_chunks=...); "

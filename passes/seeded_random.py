@@ -203,14 +203,13 @@ def _require_known(node: Node) -> None:
     own = _arguments(node).get("generator")
     if node.target in _RULES and own is None:
         return
-    note, fused = meta.note(node), "dropout_p" in _arguments(node)
-    module = f"module '{note.module}'" if note.module else None
+    fused = "dropout_p" in _arguments(node)
     do = "draw it outside of the model and pass it as a field of the batch, or use one stage"
     if fused:
         do = "attention with dropout must be written out: torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
     raise CaptureError(
         f"the random operation '{node.target}' cannot draw the same numbers however a program is cut",
-        where=", ".join(part for part in (module, note.source, f"node '{node.name}'") if part),
+        where=", ".join((*meta.place(node), f"node '{node.name}'")),
         expected=", ".join(sorted({str(known.overloadpacket) for known in _RULES})),
         got=str(node.target) if own is None else f"{node.target} with a generator of its own",
         do=do,

@@ -58,10 +58,9 @@ def check_devices(program: Program) -> None:
         first = node.all_input_nodes[0] if node.all_input_nodes else None
         value = meta.tensor(first) if first is not None else None
         if kernel is not None and value is not None and value.device.type != kernel[1]:
-            at = meta.note(node)
             raise CaptureError(
                 f"the code calls {kernel[0]}, for which torch has no kernel on this device",
-                where=f"module '{at.module}', {at.source}" if at.module else at.source,
+                where=", ".join(meta.place(node)) or None,
                 expected=kernel[1],
                 got=value.device.type,
                 do=kernel[2],

@@ -44,8 +44,7 @@ def check_functions(module: GraphModule) -> None:
 
 
 def _place(node: Node) -> str | None:
-    note = meta.note(node)
-    return f"module '{note.module}', {note.source}" if note.module else note.source
+    return ", ".join(meta.place(node)) or None
 
 
 def _forward_of(node: Node) -> Node:

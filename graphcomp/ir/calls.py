@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from torch.fx import Node
@@ -17,3 +17,15 @@ def arguments(node: Node, known: Callable[[Node], Any] = lambda argument: argume
     names = argument_names(node.target)  # type: ignore[arg-type]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return {name: given[name] for name in names if name in given}
+
+
+def upstream(nodes: Iterable[Node], within: Container[Node] | None = None) -> set[Node]:
+    """These nodes with all that they are computed from; `within`: only what is among it."""
+    found: set[Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found and (within is None or node in within):
+            found.add(node)
+            pending.extend(node.all_input_nodes)
+    return found

@@ -51,6 +51,12 @@ def note(node: Node) -> Note:
     return found if isinstance(found, Note) else Note(Phase.FORWARD)
 
 
+def place(node: Node) -> list[str]:
+    """Where a node comes from, in words: its module and the user's line, as far as they are known."""
+    found = note(node)
+    return [*([f"module '{found.module}'"] if found.module else []), *([found.source] if found.source else [])]
+
+
 def noted(node: Node) -> Note | None:
     """The annotation of a node; None if it has none."""
     found = node.meta.get(_NOTE)

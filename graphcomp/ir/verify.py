@@ -77,10 +77,8 @@ def verify(program: Program, made_by: str = "capture") -> None:
 def _error(program: Program, made_by: str, rule: Rule, fault: Fault) -> VerifyError:
     where = f"{program.level} program '{program.name}', made by '{made_by}'"
     if fault.node is not None:
-        note = meta.note(fault.node)
         where += f", node {name(program, fault.node)}" if fault.node.op != "output" else ", outputs"
-        where += f", module '{note.module}'" if note.module else ""
-        where += f", {note.source}" if note.source else ""
+        where += "".join(f", {part}" for part in meta.place(fault.node))
     where += f"\n  rule '{rule.name}': {rule.says}"
     if fault.node is not None:
         where += "".join(f"\n    {line}" for line in window(program, fault.node).splitlines())

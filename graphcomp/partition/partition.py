@@ -12,6 +12,7 @@ from graphcomp.compat.symbols import expression
 from graphcomp.errors import PartitionError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
+from graphcomp.ir.calls import upstream
 from graphcomp.ir.effects import is_collective, is_read_number
 from graphcomp.ir.facts import is_checked
 from graphcomp.ir.program import Program
@@ -167,19 +168,11 @@ class _Cutter:
 
     def _live_members(self) -> set[Node]:
         """The owned nodes that some result needs; a sum that was split up, and dead code, are none."""
-        live: set[Node] = set()
-        pending = [node for results in self.results.values() for _, node in results if node is not None]
+        wanted = [node for results in self.results.values() for _, node in results if node is not None]
         # A draw that nobody reads moves the random stream on all the same; a collective has to be issued by all ranks;
         # what code relies on is checked where it is read.
         kept = (node for node in self.program.calls() if draws(node) or is_collective(node) or is_checked(node))
-        pending += [node for node in kept if node in self.slots]
-        while pending:
-            node = pending.pop()
-            if node in live:
-                continue
-            live.add(node)
-            pending.extend(node.all_input_nodes)
-        return {node for node in live if node in self.slots}
+        return {node for node in upstream([*wanted, *filter(self.slots.__contains__, kept)]) if node in self.slots}
 
     def _route(self) -> Routes:
         live = self._live_members()

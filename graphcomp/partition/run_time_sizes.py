@@ -39,11 +39,10 @@ def check_cuts(forward: Sequence[Node], cuts: Sequence[int], split: Sequence[str
 
 
 def crossing_error(value: Node, to: str, named: str | None = None) -> PartitionError:
-    note = meta.note(value)
     return PartitionError(
         f"the cut before {to} stands where the number of rows is known at run time only, and no rank could compute the "
         "shape of what arrives",
-        where=", ".join(filter(None, (f"module '{note.module}'" if note.module else None, note.source))),
+        where=", ".join(meta.place(value)),
         expected="what is done with rows that a mask, or an exact exchange, picks, and their way back, on one stage",
         got=f"Plan(split=...) names '{named}', which %{value.name} would cross" if named else f"%{value.name}",
         do="begin the stage at another module; pick rows by the batch alone, whose sizes all stages know (if a mask is "

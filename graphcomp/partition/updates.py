@@ -13,7 +13,7 @@ lifted, and is refused: the reference has its data ranks one after the other, he
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from graphcomp.compat.aliasing import viewed_argument
 from graphcomp.errors import StateError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
+from graphcomp.ir.calls import upstream
 from graphcomp.ir.effects import is_impure
 from graphcomp.ir.program import Program
 from graphcomp.partition.costs import size_bytes
@@ -73,7 +74,7 @@ def lift_updates(
     found: dict[int, Update] = {}
     for stage, names in _by_stage(results, moved, slots, last).items():
         wanted = [(role.BufferUpdate(name), results[name]) for name in names]
-        needed = _above((node for _, node in wanted), within=moved)
+        needed = upstream((node for _, node in wanted), within=moved)
         nodes = tuple(node for node in moved if node in needed)
         read = [source for node in nodes for source in node.all_input_nodes] + [node for _, node in wanted]
         statistics = {node: None for node in read if node not in needed and _is_statistic(node, program)}
@@ -110,7 +111,7 @@ def _check_readers(program: Program, changed: Mapping[Node, str], moved: Mapping
         and not isinstance(what, role.BufferUpdate)
         and (outputs or not isinstance(what, role.Output))
     }
-    needed = _above(elsewhere)
+    needed = upstream(elsewhere)
     bad = [node for node in moved if node in needed]
     if bad:
         first = _where_read(program, changed, moved, bad)
@@ -126,7 +127,7 @@ def _check_readers(program: Program, changed: Mapping[Node, str], moved: Mapping
 def _where_read(program: Program, changed: Mapping[Node, str], moved: Mapping[Node, str], bad: Sequence[Node]) -> Node:
     """The first node at which a buffer meets the rest of the model, rather than being brought up to date."""
     results = [n for what, n in program.output_items() if isinstance(what, role.BufferUpdate)]
-    updating = _above(results)
+    updating = upstream(results)
 
     def meets(node: Node) -> bool:
         others = (n for n in node.all_input_nodes if n not in changed and n not in moved and not is_number(n))
@@ -148,21 +149,7 @@ def _refusal(name: str, got: str, where: str | None) -> StateError:
 
 
 def _place(node: Node) -> str:
-    note = meta.note(node)
-    parts = (note.source, f"module '{note.module}'" if note.module else None, f"operation {node.target}")
-    return ", ".join(part for part in parts if part)
-
-
-def _above(nodes: Iterable[Node], within: Mapping[Node, str] | None = None) -> set[Node]:
-    """These nodes with all that they are computed from; `within`: only what is among it."""
-    found: set[Node] = set()
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found and (within is None or node in within):
-            found.add(node)
-            pending.extend(node.all_input_nodes)
-    return found
+    return ", ".join((*reversed(meta.place(node)), f"operation {node.target}"))
 
 
 def _by_stage(
@@ -171,7 +158,7 @@ def _by_stage(
     """The buffers that each stage updates."""
     found: dict[int, list[str]] = {}
     for name, node in results.items():
-        stages = {slots[one].stage: one for one in [node, *_above([node], within=moved)] if one in slots}
+        stages = {slots[one].stage: one for one in [node, *upstream([node], within=moved)] if one in slots}
         if len(stages) > 1:
             raise StateError(
                 f"buffer '{name}' is updated on stage {max(stages)} from what stage {min(stages)} holds",
