@@ -188,8 +188,7 @@ def _serve(entry: _Entry, leaves: Sequence[Any]) -> Bound | None:
     for one in entry.specialisations:
         sizes = one.joint.sizes.fit(tensors)
         if sizes is not None and _captured_fit(one):
-            before = one.joint.before
-            return Bound(tensors, sizes if before is None else before.sizes(tensors, sizes), one)
+            return Bound(tensors, one.joint.with_contents(sizes, tensors), one)
     return None
 
 

@@ -94,6 +94,10 @@ class Joint:
         """Whether it has a backward; otherwise it evaluates."""
         return any(isinstance(what, Grad) for what in self.program.outputs)
 
+    def with_contents(self, sizes: Mapping[str, int], leaves: Mapping[str, Any]) -> Mapping[str, int]:
+        """The sizes of a microbatch with those that follow from its contents. leaves: its tensors, by path."""
+        return sizes if self.before is None else self.before.sizes(leaves, sizes)
+
     @property
     def updated(self) -> tuple[str, ...]:
         """The buffers that a step of it writes."""

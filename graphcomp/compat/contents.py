@@ -1,4 +1,4 @@
-"""Operators whose number of results depends on contents, while something is captured: that number is read by the one
+"""Operators whose number of results depends on contents, while something is captured: that number is read by the
 operators that read (`read_sum`, `read_numbers`), and the rest is done by operators that are told it. make_fx has no
 public place for such rules but its table of decompositions.
 
@@ -190,8 +190,11 @@ def _runs(values: torch.Tensor, order: torch.Tensor | None, shape: Any) -> tuple
 
 
 def _item(x: torch.Tensor) -> Any:
-    whole = not (x.dtype is torch.bool or x.is_floating_point() or x.is_complex())
-    return _plain(x.reshape(1))[0] if whole else NotImplemented
+    return _plain(x.reshape(1))[0] if _is_whole(x) else NotImplemented
+
+
+def _is_whole(x: torch.Tensor) -> bool:
+    return not (x.dtype is torch.bool or x.is_floating_point() or x.is_complex())
 
 
 def _plain(x: torch.Tensor) -> Numbers:
@@ -243,8 +246,7 @@ RULES: dict[OpOverload, Callable[..., Any]] = {
 
 def _listed(x: torch.Tensor) -> Any:
     """`x.tolist()` of an integer tensor; NotImplemented for others, and where how many there are is not fixed."""
-    whole = not (x.dtype is torch.bool or x.is_floating_point() or x.is_complex())
-    if not whole or not all(isinstance(size, int) for size in x.shape):
+    if not _is_whole(x) or not all(isinstance(size, int) for size in x.shape):
         return NotImplemented
     numbers = _plain(x.reshape(-1)) if x.numel() else []
     for size in reversed(x.shape[1:]):

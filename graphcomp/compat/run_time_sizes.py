@@ -75,6 +75,11 @@ def is_run_time_name(symbol: str) -> bool:
     return symbol.startswith(prefix_str[SymT.UNBACKED_INT])
 
 
+def _number_of(symbol: object) -> int:
+    """Symbols of that kind are numbered as they are made."""
+    return int(str(symbol).removeprefix(prefix_str[SymT.UNBACKED_INT]))
+
+
 def _read(sent: torch.Tensor, received: torch.Tensor, rows: int, sizes: Sequence[int] = (), facts: str = "") -> Numbers:
     global _syncs
     _syncs += 1
@@ -238,7 +243,7 @@ def settle(environment: Any, relation: sympy.Basic) -> None:
     symbols = [symbol for symbol in relation.free_symbols if is_run_time_name(str(symbol))]
     if not isinstance(relation, sympy.Eq) or environment.replace(relation) == sympy.true or not symbols:
         return
-    last = max(symbols, key=lambda symbol: int(str(symbol).lstrip("u")))
+    last = max(symbols, key=_number_of)
     solved = try_solve(relation, last)
     if solved is not None and last not in environment.replacements:
         environment.replacements[last] = environment.replace(solved[1])
@@ -329,7 +334,7 @@ def adopt_guesses(environment: Any, found: Mapping[sympy.Symbol, int]) -> None:
     """In a new shape environment; symbols it makes from now on are others."""
     environment.var_to_hint_override.update(found)
     environment.unbacked_symint_counter = max(
-        (int(str(symbol).lstrip("u")) + 1 for symbol in found), default=environment.unbacked_symint_counter
+        (_number_of(symbol) + 1 for symbol in found), default=environment.unbacked_symint_counter
     )
 
 

@@ -30,9 +30,7 @@ def first_node_that_differs(
         eager, counts = _eager(model, loss_fn, batch)
     with untouched(model), torch.no_grad():  # from the same buffers and random numbers
         _, leaves = describe(batch)
-        sizes = joint.sizes.bind(leaves)
-        if joint.before is not None:
-            sizes = joint.before.sizes(leaves, sizes)
+        sizes = joint.with_contents(joint.sizes.bind(leaves), leaves)
         inputs = program_inputs(model, joint, leaves, sizes, counts)
         found = [(node, value) for node, value in trace_values(joint.program, inputs) if _is_call(node)]
     matcher = SequenceMatcher(

@@ -154,7 +154,7 @@ class Failures:
             return
         if report.cause == "error":
             self._first = board.post(report)
-        for channel in (one for ends in self.layout.channels.values() for one in ends):
+        for channel in self.layout.own_channels:
             _try(Channel.close, channel)
         with contextlib.suppress(Exception):  # what is not there any more keeps nobody waiting
             for group in self.shared():

@@ -102,12 +102,17 @@ class Layout:
         own = (self.side, self.closing, self.down, self.up, self.down_back, self.up_back, self.data, self.tensor)
         return (group for group in own if group is not None)
 
+    @property
+    def own_channels(self) -> Iterator[Channel]:
+        """All of them."""
+        return (channel for ends in self.channels.values() for channel in ends)
+
     def given_back(self) -> Layout:
         """The same place, without groups and channels, which are closed. What other ranks wait for must be through.
 
         Connections and threads of a group go with its last reference.
         """
-        for channel in (one for ends in self.channels.values() for one in ends):
+        for channel in self.own_channels:
             with contextlib.suppress(OSError, RuntimeError):
                 channel.close()
         for group in self.own_groups:
