@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from graphcomp.call import BoundStep, Options, Ran
-from graphcomp.compat.run_time_sizes import host_syncs
+from graphcomp.compat.reads import host_syncs
 from graphcomp.compiler import GraphCompiler, Specialisation
 from graphcomp.dispatch import Dispatcher
 from graphcomp.engine import Engine

@@ -9,8 +9,8 @@ from torch.fx import Node
 
 from graphcomp.ir import meta
 from graphcomp.ir.effects import reads_numbers
-from graphcomp.ir.facts import is_checked
 from graphcomp.ir.program import Program
+from graphcomp.ir.relations import is_checked
 from graphcomp.ir.signature import Constant, Size
 from graphcomp.passes.base import Pass
 from graphcomp.passes.driver import ERASE, Erase, rewrite_nodes

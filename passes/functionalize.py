@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from graphcomp.compat.aliasing import viewed_argument, written_arguments
-from graphcomp.compat.symbols import hint
+from graphcomp.compat.estimates import hint
 from graphcomp.errors import CaptureError, StateError
 from graphcomp.ir import meta
 from graphcomp.ir.program import Program

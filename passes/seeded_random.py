@@ -12,8 +12,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from graphcomp.capture.refuse import check_random_backward
+from graphcomp.compat.estimates import hint
 from graphcomp.compat.operators import OpOverload, argument_names
-from graphcomp.compat.symbols import expression, hint, size_value, symbol_names
+from graphcomp.compat.symbols import expression, size_value, symbol_names
 from graphcomp.errors import CaptureError
 from graphcomp.ir import meta, randomness
 from graphcomp.ir.normalize import lift_sizes

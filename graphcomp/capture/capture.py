@@ -34,8 +34,9 @@ from graphcomp.capture.state import Captured, Reachable, State, unchanged_model
 from graphcomp.capture.taken import check_functions
 from graphcomp.capture.userfiles import is_user_file
 from graphcomp.compat.assigned import unseen_assignments_refused
+from graphcomp.compat.believed import relied_on
+from graphcomp.compat.known_splits import knowing_splits
 from graphcomp.compat.pytree import path_text, register_record, tree_flatten_with_path
-from graphcomp.compat.run_time_sizes import knowing_splits, relied_on
 from graphcomp.compat.scans import scans_of_parts
 from graphcomp.compat.symbols import (
     FakeTensorMode,
@@ -53,10 +54,10 @@ from graphcomp.errors import CaptureError, LossError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.body import take_up
-from graphcomp.ir.facts import check_where_read
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.normalize import lift_sizes
 from graphcomp.ir.program import Level, Program
+from graphcomp.ir.relations import check_where_read
 from graphcomp.ir.sizes import Sizes
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ wait. Gradients are those of the sum of all ranks' losses. See docs/collectives.
 from graphcomp.collectives.exchange import Exchange, all_to_all
 from graphcomp.collectives.gather import all_gather, all_gather_uneven, broadcast
 from graphcomp.collectives.reduce import all_reduce, reduce_scatter
-from graphcomp.compat.run_time_sizes import host_syncs
+from graphcomp.compat.reads import host_syncs
 
 __all__ = [
     "Exchange",

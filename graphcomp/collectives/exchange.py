@@ -10,7 +10,7 @@ from graphcomp.collectives.arguments import dense, whole
 from graphcomp.collectives.groups import Group, group_of
 from graphcomp.collectives.primitives import exchanged
 from graphcomp.collectives.rows import Numbers, counts_of, host_numbers, pack, row_counts, unpack
-from graphcomp.compat.run_time_sizes import EXCHANGE_SPLITS
+from graphcomp.compat.reads import EXCHANGE_SPLITS
 from graphcomp.errors import CollectiveError
 
 NAME = "all_to_all"

@@ -24,8 +24,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from graphcomp.compat.equal_values import equal, last_node, node_of, sketch
 from graphcomp.compat.indexed import check_broadcasts, check_slice, check_spread, check_squeeze, indexed_shape
 from graphcomp.compat.never_negative import is_never_negative
+from graphcomp.compat.reads import READ_NUMBERS, READ_SUM
 from graphcomp.compat.replaced import replaced
-from graphcomp.compat.run_time_sizes import READ_NUMBERS, READ_SUM, is_run_time
+from graphcomp.compat.run_time_sizes import is_run_time
 
 aten = torch.ops.aten
 Numbers = list[Any]
@@ -69,13 +70,13 @@ def once(what: str, of: torch.Tensor, find: Callable[[], Any]) -> Any:
     return found
 
 
-def read(operator: OpOverload, numbers: torch.Tensor, sizes: Sequence[Any] = (), facts: str = "") -> Numbers:
-    """What one of the operators that read yields. For sizes and facts, see `run_time_sizes`."""
+def read(operator: OpOverload, numbers: torch.Tensor, sizes: Sequence[Any] = (), relations: str = "") -> Numbers:
+    """What one of the operators that read yields. For sizes and relations, see `compat.relations`."""
 
     def ask() -> Numbers:
-        return list(operator(numbers, list(sizes), facts) if facts else operator(numbers))
+        return list(operator(numbers, list(sizes), relations) if relations else operator(numbers))
 
-    found: Numbers = once(f"{operator} {facts}", numbers, ask)
+    found: Numbers = once(f"{operator} {relations}", numbers, ask)
     return found
 
 
@@ -156,8 +157,8 @@ def _repeats(repeats: torch.Tensor, *, output_size: Any = None) -> Any:
 def _bincount(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
     x = x.to(torch.int64)
     last, first = (torch.cat([x, x.new_full((1,), end)]) for end in (minlength - 1, 0))
-    facts = f"{minlength} <= n0\n0 <= n1\tno element of what bincount counts is negative"
-    classes, _ = read(READ_NUMBERS, torch.stack([last.amax() + 1, first.amin()]), [max(minlength, 16)], facts)
+    relations = f"{minlength} <= n0\n0 <= n1\tno element of what bincount counts is negative"
+    classes, _ = read(READ_NUMBERS, torch.stack([last.amax() + 1, first.amin()]), [max(minlength, 16)], relations)
     if weights is None:
         weights = torch.ones_like(x, dtype=torch.int64)
     elif weights.dtype is not torch.float32:

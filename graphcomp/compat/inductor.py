@@ -11,9 +11,9 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
+from graphcomp.compat.believed import as_read
 from graphcomp.compat.decompositions import inductor_table, trace_with
 from graphcomp.compat.onednn import use_onednn
-from graphcomp.compat.run_time_sizes import as_read
 from graphcomp.compat.sums import write_sums
 from graphcomp.compat.symbols import FakeTensorMode
 

@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, ValueRangesSLoc
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from graphcomp.compat.run_time_sizes import adopt_guesses, guesses
+from graphcomp.compat.estimates import adopt_guesses, guesses
 from graphcomp.compat.symbols import FakeTensorMode, new_fake_mode
 
 Reduced = tuple[Any, tuple[Any, ...]]

@@ -19,14 +19,12 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._sympy.numbers import int_oo
 
 from graphcomp.compat.fakes import TracingMode
-from graphcomp.compat.run_time_sizes import hint
 
 __all__ = [
     "FakeTensorMode",
     "conditions",
     "expression",
     "fake_batch_leaf",
-    "hint",
     "new_fake_mode",
 ]
 

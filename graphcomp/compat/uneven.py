@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor, Shard, placement_types
 from torch.distributed.tensor._ops import utils
 from torch.utils._sympy.functions import FloorDiv
 
+from graphcomp.compat.estimates import hint
 from graphcomp.compat.replaced import replaced
-from graphcomp.compat.run_time_sizes import hint, is_run_time
+from graphcomp.compat.run_time_sizes import is_run_time
 from graphcomp.errors import CaptureError
 
 Size = Any  # an int, or a symbolic one

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from graphcomp import schedule as schedules
-from graphcomp.compat.symbols import hint
+from graphcomp.compat.estimates import hint
 from graphcomp.dataparallel.step import DataParallel
 from graphcomp.inspect.axes import axes
 from graphcomp.inspect.data_ranks import bytes_of, data_ranks

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from graphcomp.compat.operators import OpOverload
-from graphcomp.compat.run_time_sizes import READS
+from graphcomp.compat.reads import READS
 from graphcomp.ir.collective_calls import is_start
 
 FUNCTIONAL = "_c10d_functional"

@@ -16,7 +16,7 @@ from graphcomp.compat.symbols import FakeTensorMode, expression, size_value
 from graphcomp.errors import CaptureError
 from graphcomp.ir import meta
 from graphcomp.ir.effects import is_read_number, reads_numbers
-from graphcomp.ir.facts import is_checked
+from graphcomp.ir.relations import is_checked
 
 SHAPE_READS = frozenset(
     {

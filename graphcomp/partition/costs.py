@@ -16,9 +16,9 @@ import torch
 from torch.fx import Node
 
 from graphcomp.compat.aliasing import UNDECLARED_VIEWS, viewed_argument
+from graphcomp.compat.estimates import hint
 from graphcomp.compat.operators import flop_formula
 from graphcomp.compat.pytree import tree_map
-from graphcomp.compat.symbols import hint
 from graphcomp.ir import meta
 
 # What anything but a matrix product writes is bound by memory: FLOPs that a byte written stands for, once fused.

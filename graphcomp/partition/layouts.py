@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch.fx import Graph, Node
 
+from graphcomp.compat.estimates import hint
+from graphcomp.compat.fake_reads import unnoted
 from graphcomp.compat.pytree import tree_map
-from graphcomp.compat.run_time_sizes import unnoted
 from graphcomp.compat.symbolic_sizes import symbolic_bodies
-from graphcomp.compat.symbols import hint
 from graphcomp.ir import meta, spelling
 from graphcomp.ir.effects import reads_numbers
 from graphcomp.ir.program import Program

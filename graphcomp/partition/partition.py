@@ -14,9 +14,9 @@ from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.calls import upstream
 from graphcomp.ir.effects import is_collective, is_read_number
-from graphcomp.ir.facts import is_checked
 from graphcomp.ir.program import Program
 from graphcomp.ir.randomness import draws
+from graphcomp.ir.relations import is_checked
 from graphcomp.ir.signature import Role
 from graphcomp.partition.balance import balanced_cuts
 from graphcomp.partition.chunks import check_chunks

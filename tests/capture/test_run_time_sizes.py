@@ -152,9 +152,9 @@ def test_what_fits_only_one_number_of_rows_is_checked_where_they_are_read() -> N
         return gc.all_to_all(h, mesh, splits.flip(0), splits) + h
 
     (call,) = filter(reads_numbers, captured(meets_others).calls())
-    (sizes, facts) = call.args[3:]
+    (sizes, relations) = call.args[3:]
     assert len(sizes) == 1
-    assert str(facts).split("\t")[0] in ("n0 == s0", "s0 == n0") and "test_run_time_sizes.py:" in str(facts)
+    assert str(relations).split("\t")[0] in ("n0 == s0", "s0 == n0") and "test_run_time_sizes.py:" in str(relations)
 
 
 def branches(h: Tensor, splits: Tensor, mesh: Any) -> Tensor:

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
-from graphcomp.compat.run_time_sizes import READ_NUMBERS, READ_SUM
+from graphcomp.compat.reads import READ_NUMBERS, READ_SUM
 from graphcomp.compat.symbols import fake_batch_leaf, new_fake_mode
 from graphcomp.compat.tracing import trace
-from graphcomp.errors import GuardError
 
 
 def reads(function: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> list[Node]:
@@ -121,12 +120,3 @@ def test_a_list_is_read_at_once() -> None:
     before = FakeTensor.tolist
     assert len(reads(lambda x: x * sum(x[0].sum(0, keepdim=True).repeat(3).tolist()), torch.int64)) == 1
     assert FakeTensor.tolist is before
-
-
-def test_facts_are_checked_when_real_numbers_are_read() -> None:
-    numbers = torch.tensor([2, 3])
-    assert READ_NUMBERS(numbers, [5], "n0 + n1 == s0\tall rows\tmodel.py:3") == [2, 3]
-    with pytest.raises(GuardError, match="do not fit together") as caught:
-        READ_NUMBERS(numbers, [6], "0 <= n0\nn0 + n1 == s0\tall rows\tmodel.py:3")
-    assert (caught.value.where, caught.value.expected) == ("model.py:3", "all rows")
-    assert caught.value.got == "n0 = 2, n1 = 3, s0 = 6"

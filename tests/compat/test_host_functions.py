@@ -18,7 +18,7 @@ from torch.utils._sympy.functions import (
 )
 
 from graphcomp.compat.host_functions import function_of, text_of
-from graphcomp.compat.run_time_sizes import READ_NUMBERS
+from graphcomp.compat.reads import READ_NUMBERS
 from graphcomp.compat.symbols import new_fake_mode
 
 a, b = sympy.symbols("a b", integer=True, nonnegative=True)

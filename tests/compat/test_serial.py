@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphcomp.compat.run_time_sizes import EXCHANGE_SPLITS, hint, is_run_time
+from graphcomp.compat.estimates import hint
+from graphcomp.compat.reads import EXCHANGE_SPLITS
+from graphcomp.compat.run_time_sizes import is_run_time
 from graphcomp.compat.serial import reduced
 from graphcomp.compat.symbols import conditions, expression, fake_batch_leaf, new_fake_mode
 from graphcomp.ir.pickling import from_bytes, to_bytes

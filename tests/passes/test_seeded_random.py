@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from graphcomp.backend.inductor import InductorBackend
 from graphcomp.capture.capture import capture
-from graphcomp.compat.symbols import hint
+from graphcomp.compat.estimates import hint
 from graphcomp.errors import CaptureError, PlanError
 from graphcomp.ir import interp, meta
 from graphcomp.ir import signature as role

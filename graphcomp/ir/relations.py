@@ -13,6 +13,7 @@ import sympy
 from torch.fx import Graph, Node
 
 from graphcomp.compat.host_functions import text_of
+from graphcomp.compat.relations import Relation, parsed
 from graphcomp.compat.run_time_sizes import symbol_of
 from graphcomp.errors import CaptureError
 from graphcomp.ir import meta
@@ -62,10 +63,10 @@ def check_where_read(
                 others.append(source)
             names[symbol] = f"s{others.index(source)}"
         renamed = relation.xreplace({s: sympy.Symbol(names[str(s)], **s.assumptions0) for s in relation.free_symbols})
-        fact = "\t".join((text_of(renamed), readable(relation), line or ""))
-        facts = "\n".join(filter(None, (given.get("facts"), fact)))
-        kept = {name: value for name, value in given.items() if name not in ("sizes", "facts")}
-        last.args, last.kwargs = (*kept.values(), others, facts), {}
+        checked = Relation(text_of(renamed), readable(relation), line or "")
+        text = "\n".join(filter(None, (given.get("relations"), str(checked))))
+        kept = {name: value for name, value in given.items() if name not in ("sizes", "relations")}
+        last.args, last.kwargs = (*kept.values(), others, text), {}
 
 
 def _number(graph: Graph, call: Node, place: int) -> Node:
@@ -85,4 +86,4 @@ def is_checked(node: Node) -> bool:
     call: Any = node.args[0] if node.target is operator.getitem else node
     if not isinstance(call, Node) or not reads_numbers(call):
         return False
-    return any("\t" in fact for fact in str(arguments(call).get("facts", "")).splitlines())
+    return any(one.readable for one in parsed(str(arguments(call).get("relations", ""))))

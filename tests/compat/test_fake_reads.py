@@ -1,37 +1,14 @@
-"""The operator that reads splits: on real tensors, on fake ones, and the names of torch that it stands on."""
+"""What stands for numbers that are read of fake tensors."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from graphcomp.compat.run_time_sizes import (
-    EXCHANGE_SPLITS,
-    hint,
-    host_syncs,
-    is_run_time,
-    is_run_time_name,
-    knowing_splits,
-)
+from graphcomp.compat.estimates import hint
+from graphcomp.compat.known_splits import knowing_splits
+from graphcomp.compat.reads import EXCHANGE_SPLITS
+from graphcomp.compat.run_time_sizes import is_run_time, is_run_time_name
 from graphcomp.compat.symbols import new_fake_mode
-from graphcomp.errors import CollectiveError
-from graphcomp.testing import HostSyncs
-
-
-def test_real_splits_are_read_once() -> None:
-    before = host_syncs()
-    with HostSyncs() as seen:
-        assert EXCHANGE_SPLITS(torch.tensor([2, 4]), torch.tensor([0, 5]), 6) == [5, 2, 4, 0, 5]
-    assert host_syncs() - before == sum(seen.found.values()) == 1
-
-
-@pytest.mark.parametrize(
-    ("sent", "received", "what"),
-    [([2, 3], [0, 5], "do not add up"), ([7, -1], [0, 5], "negative"), ([2, 4], [-1, 5], "negative")],
-)
-def test_splits_that_cannot_be(sent: list[int], received: list[int], what: str) -> None:
-    with pytest.raises(CollectiveError, match=what):
-        EXCHANGE_SPLITS(torch.tensor(sent), torch.tensor(received), 6)
 
 
 def test_fake_splits_stand_for_symbols() -> None:
