@@ -14,6 +14,8 @@ from torch.fx import Graph, Node
 
 THRESHOLD = 1 << 21
 """Multiplications from which on a product goes to oneDNN: below, a call costs more than it saves (equal at 2 ** 20)."""
+COPY = 50
+"""Multiplications that cost as much as an element of a left operand which does not lie row by row: oneDNN copies it."""
 ROWS = 64
 """The least that a symbolic size is taken for: one program serves short and long microbatches."""
 
@@ -95,8 +97,10 @@ def _operands(node: Node) -> tuple[Node | None, Node, Node] | None:
         return None
     if bias is not None and values[2].dim() != 1:
         return None
-    work = _size(values[0].shape[0]) * _size(values[0].shape[1]) * _size(values[1].shape[1])
-    return (bias, left, right) if work >= THRESHOLD else None
+    rows, terms, columns = (_size(size) for size in (*values[0].shape, values[1].shape[1]))
+    step: Any = values[0].stride(1)
+    copied = 0 if isinstance(step, int) and step == 1 else rows * terms
+    return (bias, left, right) if rows * terms * columns >= THRESHOLD + COPY * copied else None
 
 
 def _size(size: Any) -> int:

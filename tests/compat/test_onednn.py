@@ -61,6 +61,18 @@ def test_small_products_stay() -> None:
     assert use_onednn(traced(small, [torch.ones(64, 16), torch.ones(16, 32)]).graph) == 0
 
 
+@needs_onednn
+@pytest.mark.parametrize(("columns", "taken"), [(32, 0), (160, 1)])
+def test_a_transposed_left_operand_has_to_be_worth_its_copy(columns: int, taken: int) -> None:
+    def gradient_of_weight(gradient: Tensor, x: Tensor) -> Tensor:
+        return gradient.t() @ x
+
+    inputs = [torch.ones(64, 4096), torch.ones(64, columns)]
+    assert use_onednn(traced(gradient_of_weight, inputs, "fake").graph) == taken
+    plain = [inputs[0].t().contiguous(), inputs[1]]
+    assert use_onednn(traced(torch.matmul, plain, "fake").graph) == 1
+
+
 def test_a_symbolic_size_is_taken_for_64_at_least() -> None:
     def product(x: Tensor, weight: Tensor) -> Tensor:
         return x @ weight
