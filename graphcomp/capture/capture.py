@@ -320,7 +320,7 @@ def _normalize(
             if not isinstance(symbol, int) and symbol.is_Symbol and str(symbol) not in sizes:
                 sizes[str(symbol)] = add(role.Size(str(symbol)), number)
                 places[str(symbol)] = path, dimension
-    check_where_read(graph, relied_on(mode, is_user_file), sizes, Sizes(places, {}).readable)
+    check_where_read(graph, relied_on(mode, is_user_file), sizes, Sizes(places, {}).names)
     lift_sizes(graph, mode, sizes)
     for node in nodes:
         node.name = _short(str(roles[node]))

@@ -6,6 +6,7 @@ user; the line of code that needs it. The latter two may be left out where the o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -37,11 +38,12 @@ def check(relations: str, numbers: list[Any], sizes: Sequence[int]) -> list[Any]
     names = named(numbers, sizes)
     for holds, readable, line in parsed(relations):
         if not function_of(holds, tuple(names))(*names.values()):
+            used = re.findall(r"\w+", holds)
             raise GuardError(
                 "sizes that are known when the program runs do not fit together",
                 where=line or None,
                 expected=readable or holds,
-                got=", ".join(f"{name} = {number}" for name, number in names.items() if name in holds),
+                got=", ".join(f"{name} = {number}" for name, number in names.items() if name in used),
                 do=_NOT_ONE if "!= 1" in holds else _FITS,
             )
     return numbers

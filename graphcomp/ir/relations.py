@@ -6,7 +6,8 @@ h[mask] + others    ->    read_numbers(sum(mask), [%s0, %s1], "0 <= n0, n0 <= s0
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
 import sympy
@@ -19,17 +20,19 @@ from graphcomp.errors import CaptureError
 from graphcomp.ir import meta
 from graphcomp.ir.calls import arguments
 from graphcomp.ir.effects import reads_numbers
+from graphcomp.ir.readable import readable
 
 
 def check_where_read(
     graph: Graph,
     relations: Mapping[sympy.Basic, str | None],
     sizes: Mapping[str, Node],
-    readable: Callable[[sympy.Basic], str],
+    names: Mapping[str, str],
 ) -> None:
     """Give each relation to the last of the calls that read its numbers.
 
     relations: over symbols as the trace made them, each with the user's line. sizes: the inputs that give the others.
+    names: what the user calls these.
 
     Raises CaptureError for one about a number that nobody reads.
     """
@@ -47,26 +50,33 @@ def check_where_read(
                 "the code relies on a size that is known only when the program runs",
                 where=line,
                 expected="sizes that follow from the batch, and numbers read out of tensors",
-                got=f"it fits together only if {readable(relation)}",
+                got=f"it fits together only if {readable(relation, names)}",
                 do="compute it from tensors in another way",
             )
         last = max((read[symbol][0] for symbol in symbols if symbol in read), key=order.__getitem__)
         given = arguments(last)
         others = list(given.get("sizes", ()))
-        names = {}
+        own, origins = {}, []
         for symbol in symbols:
             if symbol in read and read[symbol][0] is last:
-                names[symbol] = f"n{read[symbol][1]}"
+                own[symbol] = f"n{read[symbol][1]}"
                 continue
             source = sizes[symbol] if symbol in sizes else _number(graph, *read[symbol])
             if source not in others:
                 others.append(source)
-            names[symbol] = f"s{others.index(source)}"
-        renamed = relation.xreplace({s: sympy.Symbol(names[str(s)], **s.assumptions0) for s in relation.free_symbols})
-        checked = Relation(text_of(renamed), readable(relation), line or "")
+            own[symbol] = f"s{others.index(source)}"
+            origins.append(f"{own[symbol]} is {names[symbol] if symbol in names else _origin(read[symbol][0])}")
+        renamed = relation.xreplace({s: sympy.Symbol(own[str(s)], **s.assumptions0) for s in relation.free_symbols})
+        known = ", where " + " and ".join(origins) if origins else ""
+        checked = Relation(text_of(renamed), readable(renamed) + known, line or "")
         text = "\n".join(filter(None, (given.get("relations"), str(checked))))
         kept = {name: value for name, value in given.items() if name not in ("sizes", "relations")}
         last.args, last.kwargs = (*kept.values(), others, text), {}
+
+
+def _origin(call: Node) -> str:
+    source = meta.note(call).source
+    return f"read at {PurePath(source).name}" if source else "a number that is read"
 
 
 def _number(graph: Graph, call: Node, place: int) -> Node:

@@ -11,7 +11,8 @@ import sympy
 import torch
 
 from graphcomp.compat.host_functions import function_of, text_of
-from graphcomp.errors import VerifyError
+from graphcomp.errors import AgreementError, VerifyError
+from graphcomp.ir.readable import readable
 
 Expression: TypeAlias = sympy.Expr | int
 
@@ -57,10 +58,6 @@ class Sizes:
         found = [size for path in self.shapes for size in leaves[path].shape]
         return sizes if self._fits(found, *sizes.values()) else None
 
-    def accepts(self, sizes: Mapping[str, int], leaves: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a microbatch meets every shape and condition."""
-        return self.fit(leaves) == sizes
-
     def differences(self, sizes: Mapping[str, int], leaves: Mapping[str, torch.Tensor]) -> list[str]:
         """In words, what a microbatch does not meet."""
         values = [sizes[symbol] for symbol in self.symbols]
@@ -77,11 +74,12 @@ class Sizes:
 
     def readable(self, condition: object) -> str:
         """A condition with each symbol written as the size it stands for."""
-        text = str(condition)
-        for symbol in sorted(self.symbols, key=len, reverse=True):
-            path, dim = self.symbols[symbol]
-            text = text.replace(symbol, f"{path}.shape[{dim}]")
-        return text
+        return readable(condition, self.names)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What the user calls the size that each symbol stands for."""
+        return {symbol: f"{path}.shape[{dim}]" for symbol, (path, dim) in self.symbols.items()}
 
     def with_conditions(self, more: Sequence[Any]) -> Sizes:
         """The same sizes under further conditions, such as those a compiler adds."""
@@ -89,8 +87,23 @@ class Sizes:
 
     def conditions_of(self, other: Sizes) -> tuple[Any, ...]:
         """Another rank's conditions on the same microbatch, over the symbols here: of sizes that are equal by what a
-        program does, ranks may have kept different ones."""
-        here = {name: sympy.sympify(self.shapes[path][dim]) for name, (path, dim) in other.symbols.items()}
+        program does, ranks may have kept different ones.
+
+        Raises AgreementError for a condition on a size of a batch leaf of which no size matters here.
+        """
+        here = {
+            name: sympy.sympify(self.shapes[path][dim])
+            for name, (path, dim) in other.symbols.items()
+            if path in self.shapes and dim < len(self.shapes[path])
+        }
+        for each in other.conditions:
+            if not here.keys() >= {str(symbol) for symbol in each.free_symbols}:
+                raise AgreementError(
+                    "ranks have captured different programs: one relies on a size that another does not ask for",
+                    expected=f"sizes of {', '.join(self.shapes) or '(nothing)'}",
+                    got=other.readable(each),
+                    do="let all ranks run the same code on a microbatch",
+                )
         return tuple(
             each.xreplace({symbol: here[str(symbol)] for symbol in each.free_symbols}) for each in other.conditions
         )

@@ -79,14 +79,14 @@ def test_one_capture_serves_all_lengths_and_equals_eager(shape: tuple[int, int])
 def test_equal_example_sizes_are_not_tied() -> None:
     joint = capture(Net(), loss_fn, batch(5, 5))
     _, leaves = describe(batch(3, 4))
-    assert joint.sizes.accepts(joint.sizes.bind(leaves), leaves)
+    assert joint.sizes.fit(leaves) is not None
 
 
 def test_labels_are_tied_to_tokens_where_the_loss_needs_it() -> None:
     joint = capture(Net(), loss_fn, batch(2, 5))
     _, leaves = describe({"tokens": batch(2, 5)["tokens"], "labels": batch(2, 6)["labels"]})
     sizes = joint.sizes.bind(leaves)
-    assert not joint.sizes.accepts(sizes, leaves)
+    assert joint.sizes.fit(leaves) is None
     (sentence,) = joint.sizes.differences(sizes, leaves)
     assert sentence == "labels has shape (2, 6), expected (2, 5)"
 
@@ -362,7 +362,7 @@ def test_decisions_on_sizes_of_a_field_that_is_no_input_are_conditions(decide: A
     assert role.BatchLeaf("extra") not in joint.program.inputs
     for extra in range(2, 9):
         _, leaves = describe(data(extra))
-        assert joint.sizes.accepts(joint.sizes.bind(leaves), leaves) == (decide(extra, 3) == decide(5, 3)), extra
+        assert (joint.sizes.fit(leaves) is not None) == (decide(extra, 3) == decide(5, 3)), extra
 
 
 def test_unread_batch_fields_are_no_inputs() -> None:

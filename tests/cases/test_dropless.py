@@ -40,8 +40,8 @@ def inputs(joint: Joint, model: Dropless, batches: Batches) -> list[dict[Role, A
     rows = sum(batch["x"].shape[0] for batch in batches)
     found = []
     for batch in batches:
-        sizes = joint.sizes.bind(batch)
-        assert joint.sizes.accepts(sizes, batch)
+        sizes = joint.sizes.fit(batch)
+        assert sizes is not None
         given: dict[Role, Any] = {role.Param(name): p.detach() for name, p in model.named_parameters()}
         given |= {role.BatchLeaf(path): leaf for path, leaf in batch.items()}
         given |= {role.Size(symbol): size for symbol, size in sizes.items()}

@@ -84,7 +84,8 @@ def test_rows_that_squeeze_would_drop_are_checked(code: Any) -> None:
     with pytest.raises(GuardError) as error:
         run_virtual(Model(code), squares, [batch(0, 2), batch(1)], plan=gc.Plan(backend="eager", quiet=True))
     assert f"where: test_one_row.py:{code.__code__.co_firstlineno + 1}" in str(error.value)
-    assert "got: n0 = 1" in str(error.value) and ".squeeze(1), or use .flatten()" in str(error.value)
+    assert "expected: n0 != 1\n  got: n0 = 1\n" in str(error.value)
+    assert ".squeeze(1), or use .flatten()" in str(error.value)
 
 
 def labels_of_another_mask(output: Tensor, batch: dict[str, Tensor]) -> gc.TokenLoss:
@@ -100,8 +101,10 @@ def test_labels_that_are_fewer_than_rows() -> None:
     def fewer(output: Tensor, batch: dict[str, Tensor]) -> gc.TokenLoss:
         return gc.token_loss(output, batch["labels"][batch["mask"] & (batch["labels"] > 0)])
 
-    with pytest.raises(GuardError, match="do not fit together"):
+    with pytest.raises(GuardError, match="do not fit together") as error:
         run_virtual(Model(from_the_end), fewer, [batch(1, 2), batch(0, 2)], plan=gc.Plan(backend="eager", quiet=True))
+    read = f"test_one_row.py:{from_the_end.__code__.co_firstlineno + 1}"
+    assert f"expected: s1 == n0, where s1 is read at {read}\n  got: n0 = 1, s1 = 2\n" in str(error.value)
 
 
 def spread(model: Model, h: Tensor, mask: Tensor) -> Tensor:

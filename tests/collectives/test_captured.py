@@ -78,10 +78,11 @@ def eager(model: nn.Module, batch: dict[str, Tensor]) -> dict[Role, Tensor]:
 
 def inputs(joint: Joint, model: nn.Module, batch: dict[str, Tensor]) -> dict[Role, Any]:
     leaves = {path: batch[path] for path in joint.sizes.shapes}
-    assert joint.sizes.accepts(joint.sizes.bind(leaves), leaves)
+    sizes = joint.sizes.fit(leaves)
+    assert sizes is not None
     given: dict[Role, Any] = {Param(name): p.detach() for name, p in model.named_parameters()}
     given |= {BatchLeaf(path): leaf for path, leaf in batch.items()}
-    given |= {Size(symbol): value for symbol, value in joint.sizes.bind(leaves).items()}
+    given |= {Size(symbol): value for symbol, value in sizes.items()}
     return given | {Denominator("loss"): torch.ones((), dtype=torch.int64), LossScale(): torch.ones(())}
 
 

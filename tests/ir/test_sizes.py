@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import sympy
 import torch
 
-from graphcomp.errors import VerifyError
+from graphcomp.errors import AgreementError, VerifyError
 from graphcomp.ir.sizes import Sizes
 
 
@@ -19,6 +21,16 @@ def test_conditions_of_another_rank() -> None:
     both = here.with_conditions(found)
     batches = [{"tokens": torch.zeros(2, n), "labels": torch.zeros(2, n)} for n in (3, 4)]
     assert [both.fit(leaves) for leaves in batches] == [None, {"a": 4}]
+
+
+def test_a_condition_on_what_is_not_asked_for_here() -> None:
+    a, b = sympy.symbols("a b", integer=True, positive=True)
+    here = Sizes({"a": ("tokens", 0)}, {"tokens": (a, 2)})
+    there = Sizes({"a": ("tokens", 0), "b": ("mask", 1)}, {"tokens": (a, 2), "mask": (2, b)}, (a > 1, sympy.Ne(b, a)))
+    with pytest.raises(AgreementError, match="relies on a size that another does not ask for") as caught:
+        here.conditions_of(there)
+    assert (caught.value.expected, caught.value.got) == ("sizes of tokens", "mask.shape[1] != tokens.shape[0]")
+    assert here.conditions_of(replace(there, conditions=(a > 1,))) == (a > 1,)
 
 
 def test_what_no_microbatch_tells_is_no_condition() -> None:

@@ -42,9 +42,9 @@ def joint_of(model: nn.Module, loss_fn: Callable[[Any, Any], Any], batch: Any) -
 def inputs_of(joint: Joint, model: nn.Module, batch: Any) -> Values:
     """Every input of the joint program from the live model and one microbatch; denominators come from the counts."""
     _, leaves = describe(batch)
-    sizes = joint.sizes.bind(leaves)
-    if not joint.sizes.accepts(sizes, leaves):
-        raise ValueError(joint.sizes.differences(sizes, leaves))
+    sizes = joint.sizes.fit(leaves)
+    if sizes is None:
+        raise ValueError(joint.sizes.differences(joint.sizes.bind(leaves), leaves))
     found: Values = {role.Size(symbol): size for symbol, size in sizes.items()}
     found |= {role.BatchLeaf(path): leaf for path, leaf in leaves.items()}
     found |= {role.Param(name): p.detach() for name, p in model.named_parameters()}

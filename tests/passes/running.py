@@ -32,8 +32,8 @@ def sample(case: Case, dtype: torch.dtype = torch.float32) -> tuple[Joint, list[
 def inputs(joint: Joint, model: nn.Module, batch: Any) -> dict[role.Role, Any]:
     """Values for every input of a joint program, by role; buffers are copies."""
     _, leaves = describe(batch)
-    sizes = joint.sizes.bind(leaves)
-    assert joint.sizes.accepts(sizes, leaves), joint.sizes.differences(sizes, leaves)
+    sizes = joint.sizes.fit(leaves)
+    assert sizes is not None, joint.sizes.differences(joint.sizes.bind(leaves), leaves)
     found: dict[role.Role, Any] = {role.Size(symbol): size for symbol, size in sizes.items()}
     found |= {role.BatchLeaf(path): leaf for path, leaf in leaves.items()}
     found |= {role.Param(name): p.detach() for name, p in model.named_parameters()}
