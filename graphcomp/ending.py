@@ -125,10 +125,7 @@ class Ending:
         closing, *others = [line.prepared.closing for line in step.lines]
         if self.virtual:
             return closing.close_together(others, vectors, counts.denominators), 0, vectors
-        used = 0
-        if self.layout.closing is not None:
-            dist.all_reduce(vectors[0], group=self.layout.closing)
-            used += 1
+        used = self.layout.add_up(vectors[0])
         if self.layout.tensor is not None:  # they have the same: the first one's, so that none comes through alone
             if self.layout.tensor_rank:
                 vectors[0].zero_()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import graphcomp as gc
 from graphcomp.runtime.program import step_calls, transport
+from graphcomp.runtime.ranks.chain import Chain as ChainOfRanks
 
 WIDTH = 4
 
@@ -65,6 +66,7 @@ class Armed:
             (transport.ProcessTransport, "send", "send"),
             (transport._ProcessReceive, "wait", "receive"),
             (dist, "all_reduce", "close"),
+            (ChainOfRanks, "add", "close"),
         ):
             setattr(owner, name, self._passing(getattr(owner, name), place))
         make = step_calls._step_call

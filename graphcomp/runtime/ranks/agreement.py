@@ -72,6 +72,7 @@ class Agreement:
         self._stages_on = layout.stages_on
         self.lines, self.everyone = self.grid.lines, self.grid.everyone
         self.along = {axis: self.grid.along(axis) for axis in self.grid.shared_axes}
+        self._chain = layout.chain if len(self.everyone[0]) == len(layout.ranks) else None
         self._told: BaseException | None = None
 
     def known(self, error: BaseException) -> bool:
@@ -102,15 +103,13 @@ class Agreement:
             intent.is_new,
             *(intent.exchanges[axis].number if axis in intent.exchanges else 0 for axis in self.along),
         ]
-        everyone = torch.empty(dist.get_world_size(self.side) * len(own), dtype=torch.int64)
         try:
-            dist.all_gather_single(everyone, torch.tensor(own), group=self.side)
+            rows = self._gathered(torch.tensor(own)).tolist()
         except RuntimeError as lost:
             if failure is None:
                 raise
             failure.add_note(f"the other ranks could not be told: {lost}")
             return Agreed((), True)
-        rows = everyone.view(-1, len(own)).tolist()
 
         def alike(groups: Groups, column: int) -> bool:
             return all(len({rows[member][column] for member in group}) == 1 for group in groups)
@@ -124,6 +123,14 @@ class Agreement:
         ranks = tuple(DataRank(row[3], row[4]) for row in firsts)
         apart = (axis for column, axis in enumerate(self.along, start=6) if not alike(self.along[axis], column))
         return Agreed(ranks, is_new, None if is_new else next(apart, None))
+
+    def _gathered(self, row: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks of the job."""
+        if self._chain is not None:
+            return self._chain.gather(row)
+        everyone = row.new_empty(dist.get_world_size(self.side) * len(row))
+        dist.all_gather_single(everyone, row, group=self.side)
+        return everyone.view(-1, len(row))
 
     def of_the_first(self, values: torch.Tensor) -> torch.Tensor:
         """The host tensor that the job's first rank has, on all of them."""

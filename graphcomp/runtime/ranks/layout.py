@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from graphcomp.compat.blocks import joined
 from graphcomp.errors import PlanError
 from graphcomp.plan import Plan
 from graphcomp.runtime.program.channel import Channel
+from graphcomp.runtime.ranks.chain import Chain
 from graphcomp.runtime.ranks.difference import difference
 from graphcomp.runtime.ranks.grid import Grid
 from graphcomp.runtime.ranks.meeting import connect
@@ -31,10 +33,11 @@ class Layout:
 
     down, up: groups for activations and for gradients. down_back, up_back: where a rank holds several stages, for those
     that go to a lower and to a higher rank. channels: to the neighbours on this machine, by their rank in the pipeline:
-    one that stands for down and up, and where there are those another for down_back and up_back. closing: of the
-    pipeline, for the closing exchange. data: the ranks that hold the same in every data rank; data_axis: what programs
-    call it; data_mesh: the same as a mesh of one axis. tensor: the tensor ranks. side: gloo, all ranks of the job, for
-    host-side agreement. grid: of all ranks, as places in `side`. None where there is nobody to talk to.
+    one that stands for down and up, and where there are those another for down_back and up_back. chain: of the
+    pipeline, over channels. closing: of the pipeline, for the closing exchange. data: the ranks that hold the same in
+    every data rank; data_axis: what programs call it; data_mesh: the same as a mesh of one axis. tensor: the tensor
+    ranks. side: gloo, all ranks of the job, for host-side agreement. grid: of all ranks, as places in `side`. None
+    where there is nobody to talk to, or no way.
     """
 
     rank: int
@@ -45,6 +48,7 @@ class Layout:
     down_back: dist.ProcessGroup | None = None
     up_back: dist.ProcessGroup | None = None
     channels: Mapping[int, Sequence[Channel]] = field(default_factory=dict)
+    chain: Chain | None = None
     closing: dist.ProcessGroup | None = None
     side: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
@@ -96,6 +100,14 @@ class Layout:
         along = {axis: self.grid.along(axis) for axis in self.grid.shared_axes}
         return {axis: next(one for one in groups if self.place in one) for axis, groups in along.items()}
 
+    def add_up(self, vector: torch.Tensor) -> int:
+        """Add a vector up over the pipeline, in place; equal bits on all ranks. Returns how many exchanges it took."""
+        if self.chain is not None:
+            self.chain.add(vector)
+        elif self.closing is not None:
+            dist.all_reduce(vector, group=self.closing)
+        return int(self.closing is not None)
+
     @property
     def own_groups(self) -> Iterator[dist.ProcessGroup]:
         """The groups that were made for this layout, and go with it."""
@@ -119,7 +131,7 @@ class Layout:
             with contextlib.suppress(ValueError):  # given up after a failure, or destroyed with all others
                 dist.destroy_process_group(group)
         nobody = dict.fromkeys(("down", "up", "down_back", "up_back", "closing", "side", "data", "tensor"))
-        return replace(self, channels={}, **nobody)  # type: ignore[arg-type]
+        return replace(self, channels={}, chain=None, **nobody)  # type: ignore[arg-type]
 
 
 def check_layout(plan: Plan) -> None:
@@ -178,6 +190,7 @@ def make_layout(plan: Plan, model: nn.Module) -> Layout:
     down, up, closing = (_own_group(grid.pipelines, limit) for _ in range(3))
     down_back, up_back = (_own_group(grid.pipelines, limit) if each > 1 else None for _ in range(2))
     ranks = grid.ranks[data_rank][tensor_rank]
+    channels = channels_of(rank, ranks, each, plan.deadline, side) if device.type == "cpu" else {}
     return Layout(
         rank=rank,
         ranks=ranks,
@@ -186,7 +199,8 @@ def make_layout(plan: Plan, model: nn.Module) -> Layout:
         up=up,
         down_back=down_back,
         up_back=up_back,
-        channels=channels_of(rank, ranks, each, plan.deadline, side) if device.type == "cpu" else {},
+        channels=channels,
+        chain=_chain(rank, ranks, channels, side),
         closing=closing,
         side=side,
         data=_own_group(grid.along(grid.data_axis), limit),
@@ -212,8 +226,7 @@ def _require_one_plan(plan: Plan, side: dist.ProcessGroup) -> None:
     lines = [] if plan.mesh is None else [f"mesh={plan.mesh.mesh_dim_names} {plan.mesh.mesh.tolist()}"]
     free = ("mesh", "quiet", "deadline")
     lines += [f"{one.name}={getattr(plan, one.name)!r}" for one in fields(plan) if one.name not in free]
-    texts: list[str] = [""] * dist.get_world_size(side)
-    dist.all_gather_object(texts, "\n".join(lines), group=side)
+    texts: list[str] = _exchange(side, "\n".join(lines))
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
     if other is not None:
         raise difference(texts, 0, other)
@@ -224,15 +237,28 @@ def channels_of(
 ) -> Mapping[int, Sequence[Channel]]:
     """To the ranks before and after this one in the pipeline, which is a ring where each holds several stages."""
 
-    def exchange(given: Any) -> list[Any]:
-        found: list[Any] = [None] * dist.get_world_size(side)
-        dist.all_gather_object(found, given, group=side)
-        return found
-
     beside = {(rank + by) % len(ranks) for by in (-1, 1)} - {rank}
     places = {ranks[other]: other for other in beside}
-    found = connect(ranks[rank], sorted(places), min(each, 2), exchange) if places else {}
+    found = connect(ranks[rank], sorted(places), min(each, 2), partial(_exchange, side)) if places else {}
     return {places[peer]: [Channel(one, peer, deadline) for one in ends] for peer, ends in found.items()}
+
+
+def _chain(
+    rank: int, ranks: Sequence[int], channels: Mapping[int, Sequence[Channel]], side: dist.ProcessGroup
+) -> Chain | None:
+    """None unless all ranks of the pipeline have channels to those beside them."""
+    beside = {rank - 1, rank + 1} & set(range(len(ranks)))
+    connected = _exchange(side, bool(beside) and beside <= channels.keys())
+    if not all(connected[other] for other in ranks):
+        return None
+    below, above = (channels[other][0] if other in beside else None for other in (rank - 1, rank + 1))
+    return Chain(rank, below, above, len(ranks))
+
+
+def _exchange(side: dist.ProcessGroup, given: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size(side)
+    dist.all_gather_object(found, given, group=side)
+    return found
 
 
 def _own_group(parts: Sequence[Sequence[int]], limit: timedelta) -> dist.ProcessGroup | None:

@@ -1,0 +1,46 @@
+"""What the ranks of a pipeline tell each other once or twice a step, where all of them are on one machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from graphcomp.runtime.program.channel import Channel
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A rank's place in it: channels to the ranks below and above it in the pipeline; None at the ends.
+
+    Every rank calls the same methods in the same order. Tensors are dense and on CPU, of equal shapes on all ranks.
+    What is exchanged goes up and comes down again: nobody has a result before all have given their part, and all have
+    the same bits.
+    """
+
+    place: int
+    below: Channel | None
+    above: Channel | None
+    length: int
+
+    def add(self, vector: torch.Tensor) -> None:
+        """Add it up over the ranks, in place."""
+        self._add(vector)
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks, in their order."""
+        rows = row.new_zeros(self.length, *row.shape)
+        rows[self.place] = row
+        self._add(rows)
+        return rows
+
+    def _add(self, values: torch.Tensor) -> None:
+        if self.above is not None:
+            share = torch.empty_like(values)
+            self.above.post([share]).wait()
+            values += share
+        if self.below is not None:
+            self.below.send([values])
+            self.below.post([values]).wait()
+        if self.above is not None:
+            self.above.send([values])
