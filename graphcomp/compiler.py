@@ -141,7 +141,7 @@ class GraphCompiler:
         self.data_ranks, self._trace = data_ranks, trace
         self.model, self.loss_fn, self.plan = model, loss_fn, plan or Plan()
         self.progress = Progress(self.plan.quiet, rank)
-        self.backend: Backend = backends.get(self.plan.backend, self._tell)
+        self.backend: Backend = backends.get(self.plan.backend, self._tell, self.plan.compile_options)
         self.specialisations: list[Specialisation] = []
         self.traces = 0
         self.homes: dict[str, tuple[int, ...]] = {}

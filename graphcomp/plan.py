@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -54,6 +54,8 @@ class Plan:
     quiet: show no progress.
     stages_per_rank: how many stages a rank holds; None: what `stages` and the mesh say, or, where they do not, 1, and
         2 for "interleaved-1f1b" if there are several ranks.
+    compile_options: options of Inductor by name, as `torch.compile(options=...)` takes them, such as
+        {"max_autotune": True}, or {"cpp_wrapper": True} for models of small operations on CPU.
 
     Raises PlanError for an unknown or contradictory option.
     """
@@ -75,6 +77,7 @@ class Plan:
     loss_chunks: int = 1
     quiet: bool = False
     stages_per_rank: int | None = None
+    compile_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.split, str):
@@ -94,6 +97,7 @@ class Plan:
         _whole("max_programs", self.max_programs, 1)
         _whole("bucket_bytes", self.bucket_bytes, 1)
         _whole("loss_chunks", self.loss_chunks, 1)
+        self._check_compile_options()
         if self.stages_per_rank is not None:
             _whole("stages_per_rank", self.stages_per_rank, 1)
         if self.buckets is not None and not isinstance(self.buckets, Buckets):
@@ -125,6 +129,23 @@ class Plan:
         if self.mesh is not None:
             self._check_mesh()
         self._check_stages()
+
+    def _check_compile_options(self) -> None:
+        """Their names and values are the backend's to check."""
+        given = self.compile_options
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise PlanError(
+                "Plan(compile_options=...) is a dictionary of options by name",
+                expected="{'max_autotune': True}, for example",
+                got=repr(given),
+            )
+        if given and self.backend == "eager":
+            raise PlanError(
+                "Plan(compile_options=...) is for backend='inductor', and this plan compiles nothing",
+                got="backend='eager'",
+            )
+        # Sorted, so that equal plans are equal as text.
+        object.__setattr__(self, "compile_options", {name.replace("-", "_"): given[name] for name in sorted(given)})
 
     def _check_mesh(self) -> None:
         if not hasattr(self.mesh, "mesh_dim_names"):

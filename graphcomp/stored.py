@@ -18,7 +18,7 @@ import torch
 from graphcomp.capture.facts import Facts
 from graphcomp.capture.spelled import PASSING, Subject, difference, spelled
 from graphcomp.capture.state import Captured, Reachable
-from graphcomp.compat.artifacts import options_text
+from graphcomp.compat.inductor_options import options_text
 from graphcomp.compiler import GraphCompiler, Specialisation
 from graphcomp.errors import ArtifactError
 from graphcomp.ir.digest import digest
@@ -85,7 +85,7 @@ def key_of(plan: Plan, device: torch.device, rank: int, model: object) -> dict[s
         if option.name not in _NOT_IN_PROGRAMS:
             found[f"Plan({option.name}=...)"] = repr(getattr(plan, option.name))
     if plan.backend == "inductor":
-        found |= {f"option '{name}' of Inductor": text for name, text in options_text().items()}
+        found |= {f"option '{name}' of Inductor": text for name, text in options_text(plan.compile_options).items()}
     return found
 
 

@@ -125,6 +125,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "  got: 2 stages on each rank",
     ),
     ({"stages_per_rank": 0}, "Plan(stages_per_rank=...) is a whole number of at least 1\n  got: 0"),
+    (
+        {"compile_options": ["cpp_wrapper"]},
+        "Plan(compile_options=...) is a dictionary of options by name\n"
+        "  expected: {'max_autotune': True}, for example\n  got: ['cpp_wrapper']",
+    ),
+    (
+        {"compile_options": {"cpp_wrapper": True}, "backend": "eager"},
+        "Plan(compile_options=...) is for backend='inductor', and this plan compiles nothing\n  got: backend='eager'",
+    ),
 ]
 
 
@@ -219,7 +228,7 @@ def test_a_plan_is_frozen_and_knows_what_the_layers_know() -> None:
     assert set(schedule.KNOWN) == set(plan.SCHEDULES)
     several = {name for name in schedule.KNOWN if _deals_several(name)}
     assert several == set(plan.SEVERAL)
-    assert set(backend.BACKENDS) == set(plan.BACKENDS)
+    assert [backend.get(name).name for name in plan.BACKENDS] == list(plan.BACKENDS)
     assert [each.name for each in fields(gc.Plan)][:6] == [
         "mesh",
         "stages",
@@ -228,6 +237,14 @@ def test_a_plan_is_frozen_and_knows_what_the_layers_know() -> None:
         "parameters",
         "backend",
     ]
+
+
+def test_equal_plans_are_equal_as_text_and_by_hash() -> None:
+    """Ranks compare them as text, whatever order their options were written in."""
+    first = gc.Plan(compile_options={"max_autotune": True, "cpp-wrapper": True})
+    second = gc.Plan(compile_options={"cpp_wrapper": True, "max_autotune": True})
+    assert first == second and repr(first) == repr(second) and hash(first) == hash(second)
+    assert gc.Plan() != first
 
 
 def test_the_number_of_stages_follows_from_what_is_given() -> None:

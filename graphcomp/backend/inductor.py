@@ -27,6 +27,7 @@ from graphcomp.backend.functions import compilable
 from graphcomp.backend.layout import Layouts
 from graphcomp.compat.artifacts import PackedCode, pack, unpack
 from graphcomp.compat.inductor import CompiledCode, compile_graph, guards_since, runs_as_written
+from graphcomp.compat.inductor_options import check_options
 from graphcomp.compat.symbols import fails_in_the_example, guard_count
 from graphcomp.errors import BackendError
 from graphcomp.ir import meta, spelling
@@ -66,10 +67,14 @@ class InductorBackend:
     """See the module's docstring."""
 
     listener: Listener | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     programs: int = 0
     reused: int = 0
     _artifacts: dict[object, list[_Artifact]] = field(default_factory=dict, repr=False)
     name = "inductor"
+
+    def __post_init__(self) -> None:
+        check_options(self.options)
 
     def compile(self, program: Program, groups: Mapping[str, str] | None = None) -> Compiled:
         """Compile a program, or hand out the code of an equal one.
@@ -91,7 +96,7 @@ class InductorBackend:
                     return self._done(program, artifact, conditions, begin, reused=True)
             self._tell(Progress(program.name, "started"))
             before = guard_count(program.fake_mode)
-            artifact = _compile(program, groups or {})
+            artifact = _compile(program, groups or {}, self.options)
             known.append(artifact)
             self.programs += 1
             added = guards_since(program.fake_mode, before, artifact.symbols)
@@ -130,13 +135,13 @@ def _group_names(program: Program, groups: Mapping[str, str]) -> tuple[str | Non
     return tuple(groups.get(axis_of(node) or "") for node in program.calls() if is_start(node))
 
 
-def _compile(program: Program, groups: Mapping[str, str]) -> _Artifact:
+def _compile(program: Program, groups: Mapping[str, str], options: Mapping[str, Any]) -> _Artifact:
     symbols = _symbols(program)
     graph = program.copy().graph
     in_turn(graph)
     name_groups(graph, groups, f"program '{program.name}'")
     try:
-        code = _code(program, graph)
+        code = _code(program, graph, options)
     except Exception as error:
         text = str(error).strip().splitlines() or ["(no text)"]
         raise BackendError(
@@ -156,7 +161,7 @@ def _unpacked(artifact: _Artifact, program: Program) -> _Artifact:
         return replace(artifact, code=unpack(artifact.code, inputs, program.fake_mode))
 
 
-def _code(program: Program, graph: Graph) -> Boxed | CompiledCode:
+def _code(program: Program, graph: Graph, options: Mapping[str, Any]) -> Boxed | CompiledCode:
     """graph: a copy of the program's, in which process groups go by their own names."""
     if not program.calls():  # nothing to compile, and Inductor would keep the list
         return boxed_callable(in_place(program))
@@ -165,7 +170,7 @@ def _code(program: Program, graph: Graph) -> Boxed | CompiledCode:
     module = compilable(graph)
     inputs = [meta.value(node) for node in program.placeholders]
     with as_written():
-        return compile_graph(module, inputs, program.fake_mode, list(written(program)))
+        return compile_graph(module, inputs, program.fake_mode, list(written(program)), options)
 
 
 def _symbols(program: Program) -> dict[str, str]:

@@ -7,22 +7,26 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import BuiltinFunctionType, ModuleType
 from typing import Any
 
-from graphcomp.compat.inductor import OPTIONS, CompiledCode, callable_of
+from graphcomp.compat.inductor import CompiledCode, callable_of
+from graphcomp.compat.inductor_options import with_options
 from graphcomp.compat.symbols import FakeTensorMode
 
 
 @dataclass(frozen=True)
 class PackedCode:
-    """graph: Inductor's own object, pickled. files: the shared objects it loads, by their place in its cache folder."""
+    """graph: Inductor's own object, pickled. files: the shared objects it loads, by their place in its cache folder.
+    options: what it was compiled with.
+    """
 
     graph: bytes
     files: tuple[tuple[str, bytes], ...]
+    options: Mapping[str, Any]
 
 
 def pack(code: CompiledCode) -> PackedCode:
@@ -30,13 +34,12 @@ def pack(code: CompiledCode) -> PackedCode:
     graph = copy.copy(code.graph)
     graph.prepare_for_serialization()
     files = {path: (_folder() / path).read_bytes() for path in _objects(graph.cache_key)}
-    return PackedCode(pickle.dumps(graph), tuple(sorted(files.items())))
+    return PackedCode(pickle.dumps(graph), tuple(sorted(files.items())), code.options)
 
 
 def unpack(packed: PackedCode, inputs: Sequence[Any], mode: FakeTensorMode) -> CompiledCode:
     """inputs: fake, as for compiling. Files that Inductor's cache folder has already stay as they are."""
     from torch._guards import TracingContext, tracing
-    from torch._inductor import config
     from torch._inductor.codecache import FxGraphCache
     from torch._inductor.output_code import CompiledFxGraphConstants
     from torch._inductor.virtualized import V
@@ -50,30 +53,13 @@ def unpack(packed: PackedCode, inputs: Sequence[Any], mode: FakeTensorMode) -> C
             part.chmod(0o755)
             part.replace(target)
     graph = pickle.loads(packed.graph)
-    with tracing(TracingContext(mode)), config.patch(OPTIONS), V.set_fake_mode(mode):
+    with tracing(TracingContext(mode)), with_options(packed.options), V.set_fake_mode(mode):
         constants = CompiledFxGraphConstants()
         loaded, _ = FxGraphCache.cache_hit_post_compile(graph, {}, constants)
         if loaded is None:
             raise OSError(f"the code of {graph.cache_key} cannot be read back from {_folder()}")
         loaded.post_compile(list(inputs), constants, loaded.fx_kwargs)
-    return CompiledCode(callable_of(loaded), loaded)
-
-
-def options_text() -> dict[str, str]:
-    """Inductor's options, by name, as far as code depends on them."""
-    from torch._inductor import config
-
-    with config.patch(OPTIONS):
-        options: dict[str, Any] = config.save_config_portable()
-    return {name: _text(value) for name, value in sorted(options.items()) if not name.startswith(_OF_THE_COMPILER)}
-
-
-_OF_THE_COMPILER = ("compile_threads", "worker_", "quiesce_", "cpp.cxx", "trace.", "log_", "debug_")
-"""How it works, not what it makes."""
-
-
-def _text(value: object) -> str:
-    return str(getattr(value, "__qualname__", None) or repr(value))
+    return CompiledCode(callable_of(loaded), loaded, packed.options)
 
 
 def _folder() -> Path:

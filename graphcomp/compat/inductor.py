@@ -3,7 +3,7 @@ needs neither."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,37 +13,39 @@ from torch.fx import GraphModule, Node
 
 from graphcomp.compat.believed import as_read
 from graphcomp.compat.decompositions import inductor_table, trace_with
+from graphcomp.compat.inductor_options import with_options
 from graphcomp.compat.onednn import use_onednn
 from graphcomp.compat.sums import write_sums
 from graphcomp.compat.symbols import FakeTensorMode
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
-OPTIONS = {
-    "fallback_random": True,  # draws come from torch's own generator, as in eager
-    "size_asserts": False,  # a third of what a call of a small program costs; the first call is checked
-    "alignment_asserts": False,
-    "scalar_asserts": False,  # what must hold of sizes is checked where they are read, in one program of several
-}
-
 
 @dataclass(frozen=True)
 class CompiledCode:
-    """call: the code itself, below all wrappers. graph: Inductor's object, from which it can be written to a file."""
+    """call: the code itself, below all wrappers. graph: Inductor's object, from which it can be written to a file.
+    options: what it was compiled with.
+    """
 
     call: Boxed
     graph: Any
+    options: Mapping[str, Any]
 
     def __call__(self, box: list[Any]) -> Sequence[Any]:
         return self.call(box)
 
 
 def compile_graph(
-    module: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode, written: Sequence[tuple[int, int]] = ()
+    module: GraphModule,
+    inputs: Sequence[Any],
+    mode: FakeTensorMode,
+    written: Sequence[tuple[int, int]] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> CompiledCode:
     """Compile a functional aten graph with fake or symbolic inputs, as they stand in `mode`.
 
     written: (input, output) by place: the output is written to the input's memory, and None is returned for it.
+    options: of Inductor, by name.
 
     The result takes one list, which it empties before it computes, so that inputs die at their last use.
     Outputs keep the strides they have in the graph. Needs grad mode off, at compile time and at run time.
@@ -56,7 +58,7 @@ def compile_graph(
     from torch._inductor.virtualized import V
     from torch.fx.experimental import _config as symbol_config
 
-    with tracing(TracingContext(mode)), config.patch(OPTIONS), V.set_fake_mode(mode), as_read():
+    with tracing(TracingContext(mode)), with_options(options or {}), V.set_fake_mode(mode), as_read():
         with mode, enable_python_dispatcher():
             module = _decompose(module, inputs)
         module = _recursive_joint_graph_passes(module, input_device=_device(inputs))
@@ -70,8 +72,8 @@ def compile_graph(
         # A choice between two codes that are both right must not become a condition: the C++ backend asks whether a
         # sum has more than 4096 terms, to add them up in another order.
         with symbol_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-            compiled: Any = compile_fx_inner(module, list(inputs), is_inference=True)
-    return CompiledCode(callable_of(compiled), compiled)
+            compiled: Any = compile_fx_inner(module, list(inputs), is_inference=True, cpp_wrapper=config.cpp_wrapper)
+    return CompiledCode(callable_of(compiled), compiled, options or {})
 
 
 def callable_of(compiled: Any) -> Boxed:

@@ -178,14 +178,16 @@ def test_random_numbers_are_those_of_eager() -> None:
     samples.equal(got, boxed_callable(program)([x_value]), exactly=True)
 
 
-def test_saved_values_are_freed_as_they_are_used() -> None:
+@pytest.mark.parametrize("options", [{}, {"cpp_wrapper": True}], ids=["Python", "C++"])
+def test_saved_values_are_freed_as_they_are_used(options: dict[str, bool]) -> None:
     """A chain of products, each with another input: what is used first is gone before the end."""
     b = Builder(example=(6, 64))
     x = b.input(Activation(0, 1, 0), (64, 64), "x")
     weights = [b.input(Saved(i), (64, 64), f"w{i}") for i in range(3)]
     for weight in weights:
         x = b.call(aten.mm.default, x, weight)
-    compiled = backend.get("inductor").compile(b.program({Activation(1, 2, 0): x}, "chain", Level.STAGE))
+    program = b.program({Activation(1, 2, 0): x}, "chain", Level.STAGE)
+    compiled = backend.get("inductor", options=options).compile(program)
     compiled([torch.zeros(64, 64) for _ in range(4)])
     peak = Peak()
     with torch.profiler.profile(profile_memory=True) as profile:
@@ -205,6 +207,16 @@ class Peak:
         if event.name() == "[memory]":  # type: ignore[attr-defined]
             self.now += event.nbytes()  # type: ignore[attr-defined]
             self.most = max(self.most, self.now)
+
+
+def test_the_code_around_the_kernels_in_cpp() -> None:
+    """A program with sizes among its inputs."""
+    chosen = backend.get("inductor", options={"cpp_wrapper": True})
+    program = samples.with_size()
+    compiled = chosen.compile(program)
+    for rows, columns in [(2, 9), (31, 3)]:
+        inputs = [torch.randn(rows, columns), rows, columns, torch.tensor(2.0)]
+        samples.equal(compiled(list(inputs)), boxed_callable(program)(list(inputs)), exactly=False)
 
 
 def test_a_long_sum_asks_nothing_of_the_sizes() -> None:

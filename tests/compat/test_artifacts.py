@@ -8,27 +8,23 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphcomp.compat.artifacts import options_text, pack, unpack
+from graphcomp.compat.artifacts import pack, unpack
 from graphcomp.compat.inductor import compile_graph
 from graphcomp.compat.symbols import fake_batch_leaf, new_fake_mode
 from graphcomp.ir.interp import as_written
 
 
-def test_options_are_text_that_is_alike_in_every_process() -> None:
-    options = options_text()
-    assert options == options_text() and options["fallback_random"] == "True"
-    assert not any(" at 0x" in text for text in options.values())
-    assert "compile_threads" not in options
-
-
 @pytest.mark.inductor
-def test_code_comes_back_with_its_shared_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"cpp_wrapper": True}], ids=["Python", "C++"])
+def test_code_comes_back_with_its_shared_objects(
+    options: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mode = new_fake_mode()
     x = fake_batch_leaf(mode, torch.randn(6, 4), "x")
     with mode:
         module = make_fx(lambda rows, x: [(x.sin() + 1).sum(1)], tracing_mode="real")(x.shape[0], x)
     with as_written():
-        packed = pack(compile_graph(module, [x.shape[0], x], mode))
+        packed = pack(compile_graph(module, [x.shape[0], x], mode, options=options))
     assert packed.files and all(path.endswith(".so") for path, _ in packed.files)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with as_written():

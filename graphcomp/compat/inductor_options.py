@@ -1,0 +1,73 @@
+"""Inductor's options: those that programs need, and those that a plan adds. `torch._inductor.config` has them, for the
+whole process; here they hold while a program is compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, get_origin
+
+from graphcomp.errors import PlanError
+
+OWN: Mapping[str, Any] = {
+    "fallback_random": True,  # draws come from torch's own generator, as in eager
+    "size_asserts": False,  # a third of what a call of a small program costs; the first call is checked
+    "alignment_asserts": False,
+    "scalar_asserts": False,  # what must hold of sizes is checked where they are read, in one program of several
+}
+
+_ELSEWHERE = "it acts where torch.compile traces a module, and programs are compiled behind that"
+_REFUSED = {
+    "fallback_random": "dropout would draw other numbers than in eager PyTorch",
+    "triton.cudagraphs": "a replayed graph overwrites what its last call has left, while other microbatches need it",
+    "freezing": _ELSEWHERE,
+    "fx_wrapper": _ELSEWHERE,
+}
+_REFUSED_FOLDERS = {"aot_inductor.": "no program is compiled ahead of time"}
+_OF_THE_COMPILER = ("compile_threads", "worker_", "quiesce_", "cpp.cxx", "trace.", "log_", "debug_")
+"""How it works, not what it makes."""
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise PlanError for an option that Inductor does not have, that has another type, or that cannot hold here."""
+    from torch._inductor import config
+
+    for name, value in options.items():
+        where = f"Plan(compile_options={{{name!r}: ...}})"
+        if name not in config.get_config_copy():
+            raise PlanError(
+                f"Inductor has no option {name!r}", where=where, do="see torch._inductor.list_options() for the names"
+            )
+        reason = _REFUSED.get(name) or next((why for one, why in _REFUSED_FOLDERS.items() if name.startswith(one)), "")
+        if reason and value != OWN.get(name, getattr(config, name)):
+            raise PlanError(f"Inductor's option {name!r} cannot be set: {reason}", where=where, do="leave it out")
+        form = config.get_type(name)  # type: ignore[attr-defined]
+        if get_origin(form) is None and not isinstance(value, form):
+            raise PlanError(
+                f"Inductor's option {name!r} has another type",
+                where=where,
+                expected=getattr(form, "__name__", str(form)),
+                got=repr(value),
+            )
+
+
+def with_options(options: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
+    """Within, programs are compiled with these options, and with those that they need."""
+    from torch._inductor import config
+
+    patched: contextlib.AbstractContextManager[Any] = config.patch({**OWN, **options})
+    return patched
+
+
+def options_text(options: Mapping[str, Any]) -> dict[str, str]:
+    """All options that then hold, by name, as far as code depends on them."""
+    from torch._inductor import config
+
+    with with_options(options):
+        found: dict[str, Any] = config.save_config_portable()
+    return {name: _text(value) for name, value in sorted(found.items()) if not name.startswith(_OF_THE_COMPILER)}
+
+
+def _text(value: object) -> str:
+    return str(getattr(value, "__qualname__", None) or repr(value))

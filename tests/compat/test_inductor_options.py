@@ -1,0 +1,69 @@
+"""Options of Inductor: what a plan may give, and what programs need whatever it gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch._inductor import config
+
+from graphcomp.compat.inductor_options import OWN, check_options, options_text, with_options
+from graphcomp.errors import PlanError
+
+END = "  (see docs/errors.md#planerror)"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"cpp_wraper": True},
+            "Inductor has no option 'cpp_wraper'\n  where: Plan(compile_options={'cpp_wraper': ...})\n"
+            "  what to do: see torch._inductor.list_options() for the names",
+        ),
+        (
+            {"cpp_wrapper": "yes"},
+            "Inductor's option 'cpp_wrapper' has another type\n  where: Plan(compile_options={'cpp_wrapper': ...})\n"
+            "  expected: bool\n  got: 'yes'",
+        ),
+        (
+            {"fallback_random": False},
+            "Inductor's option 'fallback_random' cannot be set: dropout would draw other numbers than in eager PyTorch"
+            "\n  where: Plan(compile_options={'fallback_random': ...})\n  what to do: leave it out",
+        ),
+        (
+            {"triton.cudagraphs": True},
+            "Inductor's option 'triton.cudagraphs' cannot be set: a replayed graph overwrites what its last call has "
+            "left, while other microbatches need it\n  where: Plan(compile_options={'triton.cudagraphs': ...})\n"
+            "  what to do: leave it out",
+        ),
+        (
+            {"aot_inductor.debug_compile": True},
+            "Inductor's option 'aot_inductor.debug_compile' cannot be set: no program is compiled ahead of time\n"
+            "  where: Plan(compile_options={'aot_inductor.debug_compile': ...})\n  what to do: leave it out",
+        ),
+    ],
+    ids=["unknown", "type", "draws", "graphs", "ahead of time"],
+)
+def test_an_option_that_cannot_hold_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        check_options(options)
+    assert str(caught.value) == f"{text}\n{END}"
+
+
+def test_others_may_be_given_and_hold_within() -> None:
+    given = {"max_autotune": True, "size_asserts": True, "triton.cudagraphs": False, "cpp.threads": 1}
+    check_options(given)
+    outside = config.max_autotune
+    with with_options(given):
+        assert config.max_autotune and config.size_asserts and config.cpp.threads == 1
+        assert config.fallback_random is OWN["fallback_random"]
+    assert config.max_autotune is outside
+
+
+def test_options_are_text_that_is_alike_in_every_process() -> None:
+    options = options_text({})
+    assert options == options_text({}) and options["fallback_random"] == "True"
+    assert not any(" at 0x" in text for text in options.values())
+    assert "compile_threads" not in options
+    assert options_text({"cpp_wrapper": True})["cpp_wrapper"] == "True"
