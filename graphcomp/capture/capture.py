@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from graphcomp import losses as loss_rules
 from graphcomp.capture.batch import BatchSpec, arguments, describe, plain, prepares_batches
 from graphcomp.capture.communication import normalize_collectives, require_functional
+from graphcomp.capture.contents import FUNCTIONS, RULES, contents_read_once
 from graphcomp.capture.fields import Fields
 from graphcomp.capture.hooks import check_hooks, traced_hooks
 from graphcomp.capture.joint import Joint, LossSpec, MetricSpec, Number, Opaque
@@ -137,7 +138,8 @@ def capture(
         return results.values
 
     with _TRACING, unchanged_model(model), explained(model, labels), mode, knowing_splits(), _tensor_parallel():
-        module = trace(function, (state.fakes, list(leaves.values())), is_user_file)
+        with contents_read_once():
+            module = trace(function, (state.fakes, list(leaves.values())), is_user_file, RULES, FUNCTIONS)
         require_functional(module.graph)
     roles = [*state.roles, *(role.BatchLeaf(path) for path in leaves)]
     program, captured = _normalize(module, roles, results.roles, mode, leaves, Reachable(model, loss_fn, training))

@@ -21,14 +21,14 @@ from graphcomp.compat.tracing import next_sequence_number, observe_nodes, sequen
 from graphcomp.ir.meta import Note, Phase, annotate
 from graphcomp.ir.signature import Role
 
-_HERE = str(Path(__file__).parent) + "/"
+_BEGIN = str(Path(__file__).parent / "capture.py")  # which calls the user's code
 _ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 _ROLE, _SEQUENCE = "graphcomp_role", "graphcomp_sequence"
 
 
 def user_line(frame: FrameType | None) -> str | None:
     """The innermost line of user code on the stack, as file:line; None for nodes that the capture itself makes."""
-    while frame is not None and not frame.f_code.co_filename.startswith(_HERE):
+    while frame is not None and frame.f_code.co_filename != _BEGIN:
         if is_user_file(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back

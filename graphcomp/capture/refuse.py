@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphcomp.capture.contents import question_of
 from graphcomp.capture.labels import Labels, error_line
+from graphcomp.capture.questions import question_of
 from graphcomp.capture.taken import refusal
 from graphcomp.compat.higher_order import FunctionsRefusedError
 from graphcomp.compat.operators import target_name

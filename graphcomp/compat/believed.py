@@ -38,6 +38,18 @@ def believe(relations: str, numbers: Sequence[Any], sizes: Sequence[Any]) -> Non
             _settle(relation.node.shape_env, relation.node._expr)
 
 
+def rely_on(
+    holds: Any,
+    otherwise: Callable[[], str] = lambda: "sizes do not fit together",
+    error: type[Exception] = RuntimeError,
+) -> None:
+    """Code needs a relation of sizes, symbolic or plain: it is checked where numbers are read, or by a guard.
+
+    Raises `error` where it cannot hold.
+    """
+    torch._check_with(error, holds, otherwise)
+
+
 _settles = True
 
 

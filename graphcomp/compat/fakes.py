@@ -3,15 +3,17 @@ can be left again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from graphcomp.compat import higher_order
+from graphcomp.compat.replaced import replaced
 
 
 def _grouped_mm(
@@ -43,3 +45,17 @@ class TracingMode(FakeTensorMode):
             do = "write it out in plain operations"
             raise higher_order.FunctionsRefusedError(func.name(), "which a program cannot hold", do)
         return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+@contextlib.contextmanager
+def listed_by(tolist: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """Within, `tolist` makes the lists of fake tensors, unless it says NotImplemented: torch reads each element for
+    itself."""
+    separately: Any = FakeTensor.tolist
+
+    def listed(x: torch.Tensor) -> Any:
+        found = tolist(x)
+        return separately(x) if found is NotImplemented else found
+
+    with replaced((FakeTensor, "tolist", listed)):
+        yield

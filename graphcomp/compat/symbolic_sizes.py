@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental import proxy_tensor
 from torch.utils._pytree import tree_leaves
 
-from graphcomp.compat.contents import masked_select, narrow
 from graphcomp.compat.function_modes import FunctionMode
 from graphcomp.compat.replaced import replaced
 
@@ -40,9 +39,6 @@ CONCRETE = frozenset(
     }
 )
 
-
-_MASKED = frozenset({torch.masked_select, torch.Tensor.masked_select})
-_NARROW = frozenset({torch.narrow, torch.Tensor.narrow})
 
 CONCRETE_OPERATORS = frozenset({torch.ops.aten.constant_pad_nd.default})
 """The same among operators, of which a program is made that is traced again."""
@@ -125,17 +121,16 @@ def symbolic_bodies() -> Iterator[None]:
 
 
 class SymbolicSizes(FunctionMode):
-    """Around a whole trace: the functions above keep symbolic sizes symbolic."""
+    """Around a whole trace: the functions above keep symbolic sizes symbolic. instead: what is called for others."""
 
-    def __init__(self) -> None:
+    def __init__(self, instead: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
         super().__init__()
+        self._instead = instead
         self._rest_of_trace = contextlib.ExitStack()
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in _MASKED:
-            return masked_select(*args, **kwargs)
-        if func in _NARROW:
-            return narrow(*args, **kwargs)
+        if func in self._instead:
+            return self._instead[func](*args, **kwargs)
         if func not in CONCRETE:
             return func(*args, **kwargs)
         if any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves((args, kwargs))):

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 
 from graphcomp.compat.closures import TakeFunctions, as_written_by_the_user
-from graphcomp.compat.contents import RULES, knowing_contents
+from graphcomp.compat.operators import OpOverload
 from graphcomp.compat.symbolic_sizes import SymbolicSizes, sizes_in_text, whole_numbers
 
 
@@ -33,6 +33,13 @@ def observe_nodes(observer: Callable[[Node], None]) -> Iterator[None]:
         yield
     finally:
         del tracer.create_node
+
+
+def node_of(tensor: torch.Tensor) -> Node | None:
+    """The node that computes a tensor in the trace under way; None outside of one, or for what comes from elsewhere."""
+    mode = get_proxy_mode()
+    found = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+    return None if found is None else found.proxy.node
 
 
 def next_sequence_number() -> int:
@@ -73,14 +80,20 @@ def _no_fused_attention() -> Iterator[None]:
 
 
 def trace(
-    function: Callable[..., Any], arguments: Sequence[Any], is_user_file: Callable[[str], bool] = lambda _: False
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    is_user_file: Callable[[str], bool] = lambda _: False,
+    rules: Mapping[OpOverload, Callable[..., Any]] | None = None,
+    functions: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
 ) -> GraphModule:
     """make_fx over fake arguments (nested sequences of fake tensors), without decompositions.
 
     is_user_file: the source files whose code gets plain numbers where it makes a text of a size.
+    rules: what is done in place of operators; NotImplemented for one that stays as it is.
+    functions: what is called in place of functions, above autograd.
     """
-    table: dict[Any, Callable[..., Any]] = {torch.ops.aten.baddbmm.default: _expand_first, **RULES}
-    sizes = (SymbolicSizes(), whole_numbers(), sizes_in_text(is_user_file), knowing_contents())
+    table: dict[Any, Callable[..., Any]] = {torch.ops.aten.baddbmm.default: _expand_first, **(rules or {})}
+    sizes = (SymbolicSizes(functions or {}), whole_numbers(), sizes_in_text(is_user_file))
     with contextlib.ExitStack() as stack:
         for context in (*sizes, _no_fused_attention(), as_written_by_the_user(), TakeFunctions()):
             stack.enter_context(context)

@@ -81,6 +81,22 @@ def test_code_that_decides_on_contents(code: Callable[[Any, Tensor], Any], do: s
         capture(model, loss_fn, batch())
 
 
+def list_of_counts(model: Any, h: Tensor) -> Tensor:
+    return h * len(h.split(torch.bincount(h[0].argmax(1), minlength=2).tolist()))
+
+
+def test_list_of_as_many_as_contents_say() -> None:
+    model = Code(list_of_counts)
+    with refused(
+        CaptureError,
+        model,
+        "the code makes a list of a tensor",
+        f"tests/capture/test_refuse.py:{list_of_counts.__code__.co_firstlineno + 1}",
+        "torch.bincount(x, minlength=E)[:E].tolist()",
+    ):
+        capture(model, loss_fn, batch())
+
+
 def test_decision_in_a_child_names_the_module() -> None:
     class Gate(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

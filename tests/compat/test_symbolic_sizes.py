@@ -33,7 +33,7 @@ def trace(function: Callable[[Tensor], Tensor], grad: bool, shim: bool) -> tuple
         result = function(x)
         return torch.autograd.grad(result.square().sum(), x)[0] if grad else result
 
-    with mode, SymbolicSizes() if shim else contextlib.nullcontext():
+    with mode, SymbolicSizes({}) if shim else contextlib.nullcontext():
         graph = make_fx(both, tracing_mode="real", _allow_non_fake_inputs=True)(fake)
     return graph, [expression(mode, size) for size in fake.shape[:2]]
 

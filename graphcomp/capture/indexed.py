@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from graphcomp.compat.believed import rely_on
 from graphcomp.compat.run_time_sizes import is_run_time
 
 
@@ -34,14 +35,14 @@ def check_broadcasts(shape: Sequence[Any], to: Sequence[Any]) -> None:
     expected = [*[1] * (len(shape) - len(to)), *to]
     for size, wanted in zip(reversed(shape), reversed(expected), strict=False):
         if not _is_one(size):
-            torch._check(size == wanted, lambda: f"shape mismatch: {list(shape)} cannot be broadcast to {list(to)}")
+            rely_on(size == wanted, lambda: f"shape mismatch: {list(shape)} cannot be broadcast to {list(to)}")
 
 
 def check_slice(x: torch.Tensor, values: torch.Tensor, *where: Any, **named: Any) -> Any:
     """`slice_scatter` takes values of exactly the shape of the slice. Stays as it is."""
     part = torch.ops.aten.slice.Tensor(x, *where, **named)
     for size, wanted in zip(values.shape, part.shape, strict=False):
-        torch._check(size == wanted, lambda: f"a slice of shape {list(part.shape)} is given {list(values.shape)}")
+        rely_on(size == wanted, lambda: f"a slice of shape {list(part.shape)} is given {list(values.shape)}")
     return NotImplemented
 
 
@@ -50,7 +51,7 @@ def check_squeeze(x: torch.Tensor, dim: Any = None) -> Any:
     dims = range(x.dim()) if dim is None else dim if isinstance(dim, Sequence) else [dim]
     for size in (x.shape[place] for place in dims if x.dim()):
         if is_run_time(size):
-            torch._check(size != 1, lambda: "squeeze would drop a dimension of one row")
+            rely_on(size != 1, lambda: "squeeze would drop a dimension of one row")
     return NotImplemented
 
 
@@ -60,7 +61,7 @@ def check_spread(x: torch.Tensor, dim: Any = None, *, correction: Any = None, **
     dims = dim if isinstance(dim, Sequence) and dim else range(x.dim()) if dim is None or dim == [] else [dim]
     count = math.prod(x.shape[place] for place in dims)
     if torch.is_grad_enabled() and is_run_time(count):
-        torch._check(count != (1 if correction is None else correction), lambda: "std or var of too few rows")
+        rely_on(count != (1 if correction is None else correction), lambda: "std or var of too few rows")
     return NotImplemented
 
 
@@ -69,7 +70,7 @@ def _broadcast(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
     found = longer[: len(longer) - len(shorter)]
     for left, right in zip(longer[len(found) :], shorter, strict=True):
         if not _is_one(left) and not _is_one(right):
-            torch._check(left == right, lambda: f"indices of shapes {list(one)} and {list(other)} do not fit together")
+            rely_on(left == right, lambda: f"indices of shapes {list(one)} and {list(other)} do not fit together")
         found.append(right if _is_one(left) else left)
     return found
 

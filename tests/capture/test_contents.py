@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
+from graphcomp.capture.contents import FUNCTIONS, RULES, contents_read_once
 from graphcomp.compat.reads import READ_NUMBERS, READ_SUM
 from graphcomp.compat.symbols import fake_batch_leaf, new_fake_mode
 from graphcomp.compat.tracing import trace
@@ -18,8 +19,8 @@ from graphcomp.compat.tracing import trace
 def reads(function: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> list[Node]:
     mode = new_fake_mode()
     x = fake_batch_leaf(mode, torch.ones(6, 4, dtype=dtype), "x")
-    with mode:
-        graph = trace(function, (x,)).graph
+    with mode, contents_read_once():
+        graph = trace(function, (x,), rules=RULES, functions=FUNCTIONS).graph
     return [node for node in graph.nodes if node.target in (READ_NUMBERS, READ_SUM)]
 
 

@@ -4,9 +4,11 @@ checked whenever such a number is read: a mistake would be an error, never anoth
 from __future__ import annotations
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from graphcomp.compat.operators import OpOverload
+from graphcomp.ir.calls import arguments
 
 aten = torch.ops.aten
 _ALWAYS = frozenset(
@@ -68,8 +70,7 @@ def _narrows(node: Node) -> bool:
 
 def _amounts(node: Node) -> list[object]:
     """The numbers that a call is given as elements; those that say where or how many are no matter."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    named = dict(zip((one.name for one in schema), node.args, strict=False)) | node.kwargs
+    named = arguments(node)
     made = ("start", "end", "step") if _packet(node) is aten.arange else ()
     return [named[name] for name in ("self", "other", "value", "fill_value", "alpha", *made) if name in named]
 

@@ -1,4 +1,4 @@
-"""Which values of a graph are equal while it is being traced. Where a tensor's node is found has no public name."""
+"""Which values of a graph are equal while it is being traced."""
 
 from __future__ import annotations
 
@@ -7,23 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from graphcomp.compat.aliasing import UNDECLARED_VIEWS, viewed_argument, written_arguments
-
-
-def node_of(tensor: torch.Tensor) -> Node | None:
-    """The node that computes a tensor in the trace under way; None outside of one, or for what comes from elsewhere."""
-    mode = get_proxy_mode()
-    found = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
-    return None if found is None else found.proxy.node
+from graphcomp.compat.operators import OpOverload
 
 
 def last_node(node: Node) -> Node:
     """The last node of the trace so far."""
-    return node.graph._root.prev
+    last: Node = next(iter(reversed(node.graph.nodes)))
+    return last
 
 
 def equal(one: Node, other: Node, asked: Node) -> bool:
