@@ -12,6 +12,7 @@ weight is as large as the weight. Anything else is copied, which Inductor makes 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -45,11 +46,17 @@ def write_sums(graph: Graph, written: Sequence[tuple[int, int]]) -> None:
 @cache
 def _let_through() -> None:
     """Have Inductor call the in-place product as it is. It would by itself, but not where the variable CI is set: there
-    it insists on the decomposition, which is out of place."""
+    it insists on the decomposition, which is out of place. Code in C++ calls it through torch's dispatcher, as there is
+    no shorter way, and Inductor would warn of each call."""
     from torch._inductor.lowering import lowerings, make_fallback
 
+    logging.getLogger("torch._inductor.ir").addFilter(_is_of_another_operator)
     if aten.addmm_.default not in lowerings:
         make_fallback(aten.addmm_.default, warn=False)
+
+
+def _is_of_another_operator(record: logging.LogRecord) -> bool:
+    return not (isinstance(record.args, tuple) and aten.addmm_.default in record.args)
 
 
 def _add_products(graph: Graph, total: Node, place: Node) -> Node:

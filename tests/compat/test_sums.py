@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -74,14 +75,21 @@ def test_a_narrower_product_is_not_added_by_the_library() -> None:
 
 
 @pytest.mark.inductor
-def test_inductor_takes_it_where_ci_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"cpp_wrapper": True}], ids=["Python", "C++"])
+def test_inductor_takes_it_where_ci_is_set(
+    options: dict[str, bool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("CI", "true")
+    monkeypatch.setattr(logging.getLogger("torch._inductor.ir"), "handlers", [caplog.handler])
     kept, a, b = operands()
     expected = kept + a @ b
     module = make_fx(lambda kept, a, b: [kept + a @ b], tracing_mode="symbolic")(kept, a, b)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with torch.no_grad():
-        assert list(compile_graph(module, inputs, inputs[0].fake_mode, [(0, 0)])([kept, a, b])) == [None]
+        anew = {"fx_graph_cache": False, **options}
+        compiled = compile_graph(module, inputs, inputs[0].fake_mode, [(0, 0)], anew)
+        assert list(compiled([kept, a, b])) == [None]
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     torch.testing.assert_close(kept, expected, rtol=1e-14, atol=1e-14)
 
 
