@@ -204,7 +204,7 @@ class SharedTable(TinyGPT):
     """One non-persistent buffer on the root is read by every block."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(blocks=4)
         self.register_buffer("table", torch.randn(64, 32), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

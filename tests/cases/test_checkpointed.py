@@ -79,8 +79,8 @@ def check_masks(run: Callable[..., Any], **options: Any) -> None:
 class Checkpointed(TinyGPT):
     """TinyGPT with dropout behind each block; run: how a block is called."""
 
-    def __init__(self, run: Callable[..., Any] = plainly) -> None:
-        super().__init__()
+    def __init__(self, run: Callable[..., Any] = plainly, blocks: int = 2) -> None:
+        super().__init__(blocks=blocks)
         self.run = run
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -90,8 +90,8 @@ class Checkpointed(TinyGPT):
         return self.head(self.norm(x))
 
 
-def checkpointed(run: Callable[..., Any] = without_autograd) -> nn.Module:
-    return tiny_gpt(lambda: Checkpointed(run))
+def checkpointed(run: Callable[..., Any], blocks: int = 2) -> nn.Module:
+    return tiny_gpt(lambda: Checkpointed(run, blocks))
 
 
 @pytest.mark.parametrize(("stages", "data_ranks"), [(1, 1), (4, 1), (2, 2)])
@@ -117,7 +117,7 @@ def test_one_stage_draws_what_eager_draws(run: Callable[..., Any]) -> None:
 def test_less_is_alive_at_once_also_where_forward_and_backward_are_one_program() -> None:
     peaks = []
     for run in (plainly, without_autograd):
-        model = checkpointed(run)
+        model = checkpointed(run, blocks=4)
         step = step_of(model, next_token, 1)
         batch = rows(4, 48)
         step.run([batch])

@@ -49,7 +49,7 @@ def test_five_steps_with_an_optimizer_are_bitwise_those_of_eager() -> None:
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
 def test_a_step_needs_no_more_memory_than_eager_with_deletes(microbatches: int) -> None:
     model = tiny_gpt()
-    given = divided(rows(4 * microbatches, 48), microbatches)
+    given = divided(rows(5 * microbatches, 48), microbatches)
     known = [*model.parameters(), *model.buffers(), *(leaf for batch in given for leaf in batch.values())]
     step = compiled(model, next_token)
     step(given)

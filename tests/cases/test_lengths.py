@@ -75,7 +75,7 @@ def test_sizes_in_the_code_are_those_of_each_microbatch() -> None:
 
 
 def test_what_crosses_is_exactly_the_planned_bytes() -> None:
-    step = step_of(gpt(), next_token, 2, split=["blocks.2"])
+    step = step_of(gpt(), next_token, 2, split=["blocks.1"])
     lengths = (16, 24, 8, 3)
     ran = step.run([rows(2, length, length) for length in lengths])
     assert ran.messages == 2 * 4

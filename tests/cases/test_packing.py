@@ -17,7 +17,7 @@ from graphcomp.ir import meta
 from graphcomp.partition import Partitioned
 from graphcomp.testing import VirtualStep
 from tests.cases.tiny import IGNORED, LAYOUTS, VOCAB, next_token, relative, step_of, tiny_gpt
-from tests.zoo.gpt import TinyGPT
+from tests.zoo.gpt import BLOCKS, TinyGPT
 
 Document = tuple[Tensor, Tensor]
 """Tokens and labels."""
@@ -60,8 +60,8 @@ class Masked(Segments):
 
 
 @functools.cache
-def packed(form: type[Segments], dtype: torch.dtype = torch.float64) -> nn.Module:
-    return tiny_gpt(form).to(dtype)
+def packed(form: type[Segments], dtype: torch.dtype = torch.float64, blocks: int = BLOCKS) -> nn.Module:
+    return tiny_gpt(functools.partial(form, blocks=blocks)).to(dtype)
 
 
 def document(length: int, seed: int) -> Document:
@@ -190,9 +190,11 @@ def lengths_in(shape: Sequence[Any], number: str) -> int:
     return sum(bool({str(s) for s in sympify(str(size)).free_symbols} - {number}) for size in shape)
 
 
-def captured(form: type[Segments], stages: int, packs: Sequence[Sequence[int]]) -> tuple[Specialisation, str]:
+def captured(
+    form: type[Segments], stages: int, packs: Sequence[Sequence[int]], blocks: int = BLOCKS
+) -> tuple[Specialisation, str]:
     """What these packs are served by, and the symbol of the number of documents."""
-    step = step_of(packed(form), next_token, stages)
+    step = step_of(packed(form, blocks=blocks), next_token, stages)
     step.run([pack(group) for group in documents_of(packs)])
     one = step.latest[0].specialisation
     return one, next((s for s, at in one.joint.sizes.symbols.items() if at == ("table", 0)), "")
@@ -212,6 +214,6 @@ def test_no_value_has_two_dimensions_of_sequence_length(stages: int) -> None:
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_mask_made_inside_is_made_on_each_stage(stages: int) -> None:
-    one, number = captured(Masked, stages, PACKS)
+    one, number = captured(Masked, stages, PACKS, blocks=4)
     dense = {name for name, shape in bordering(one.partitions[False]).items() if lengths_in(shape, number) > 1}
     assert all("saved" in name for name in dense)  # kept for the backward, never sent

@@ -101,7 +101,7 @@ def freeze_all_but(model: nn.Module, *kept: str) -> nn.Module:
     return model
 
 
-SPLITS = {1: (), 2: ("blocks.2",), 4: ("blocks.1", "blocks.2", "blocks.3")}
+SPLITS = {1: (), 2: ("blocks.1",), 4: ("blocks.0", "blocks.0.norm2", "blocks.1")}
 
 
 def split_into(stages: int) -> dict:
@@ -111,7 +111,7 @@ def split_into(stages: int) -> dict:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("stages", [2, 4])
 def test_below_the_lowest_trained_block_there_is_no_backward(stages: int, schedule: str) -> None:
-    model = freeze_all_but(tiny_gpt(), "blocks.3")
+    model = freeze_all_but(tiny_gpt(), "blocks.1")
     step = step_of(model, next_token, schedule=schedule, **split_into(stages))
     ran, _ = assert_equal(model, next_token, divided(rows(8), 4), step)
     cut = step.latest[0].specialisation.partitions[False]
@@ -154,7 +154,7 @@ def adapted() -> nn.Module:
 def test_only_adapters_are_trained(stages: int) -> None:
     model = tiny_gpt(adapted)
     ran, _ = assert_equal(model, next_token, divided(rows(8), 4), step_of(model, next_token, stages))
-    assert len(ran.gradients) == 4 * 2 * 2
+    assert len(ran.gradients) == len(model.blocks) * 2 * 2
     assert all(name.endswith(("up.weight", "down.weight")) for name in ran.gradients)
 
 

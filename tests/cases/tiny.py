@@ -24,7 +24,7 @@ VOCAB, LENGTH, IGNORED = 64, 16, -100
 
 
 def tiny_gpt(model: Callable[[], nn.Module] = TinyGPT) -> nn.Module:
-    """Vocabulary 64, width 32, 4 heads, 4 pre-norm blocks, untied head, seed 0."""
+    """Vocabulary 64, width 32, 4 heads, 2 pre-norm blocks, untied head, seed 0."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return model()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +10,7 @@ from graphcomp.losses import TokenLoss, token_loss
 from tests.zoo.case import VOCAB, Case, labels, tokens
 
 BLOCKS = 2
-"""Of the zoo's decoders, which many tests capture: more would only take longer."""
+"""Many tests capture these decoders: more would only take longer."""
 
 
 class Attention(nn.Module):
@@ -45,7 +43,7 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    def __init__(self, vocab: int = VOCAB, width: int = 32, heads: int = 4, blocks: int = 4) -> None:
+    def __init__(self, vocab: int = VOCAB, width: int = 32, heads: int = 4, blocks: int = BLOCKS) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
         self.positions = nn.Embedding(64, width)
@@ -69,4 +67,4 @@ def make(n: int, generator: torch.Generator, dtype: torch.dtype) -> list[dict[st
     return [{"tokens": tokens(2, 16, generator), "labels": labels(2, 16, generator)} for _ in range(n)]
 
 
-CASE = Case("gpt", partial(TinyGPT, blocks=BLOCKS), loss_fn, make)
+CASE = Case("gpt", TinyGPT, loss_fn, make)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from tests.zoo.case import Case, labels, tokens
-from tests.zoo.gpt import BLOCKS, TinyGPT, loss_fn
+from tests.zoo.gpt import TinyGPT, loss_fn
 
 
 def make(n: int, generator: torch.Generator, dtype: torch.dtype) -> list[dict[str, Tensor]]:
@@ -16,4 +14,4 @@ def make(n: int, generator: torch.Generator, dtype: torch.dtype) -> list[dict[st
     return [{"tokens": tokens(*shape, generator), "labels": labels(*shape, generator)} for shape in shapes]
 
 
-CASE = Case("ragged_gpt", partial(TinyGPT, blocks=BLOCKS), loss_fn, make, ragged=True)
+CASE = Case("ragged_gpt", TinyGPT, loss_fn, make, ragged=True)

@@ -12,7 +12,7 @@ from tests.zoo.case import Case
 
 class TwoHeads(gpt.TinyGPT):
     def __init__(self) -> None:
-        super().__init__(blocks=gpt.BLOCKS)
+        super().__init__()
         self.value = nn.Linear(32, 1)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
