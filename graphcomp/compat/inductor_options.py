@@ -5,9 +5,10 @@ whole process; here they hold while a program is compiled.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, get_origin
 
+from graphcomp.compat.reads import READS
 from graphcomp.errors import PlanError
 
 OWN: Mapping[str, Any] = {
@@ -52,12 +53,18 @@ def check_options(options: Mapping[str, Any]) -> None:
             )
 
 
-def with_options(options: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
-    """Within, programs are compiled with these options, and with those that they need."""
-    from torch._inductor import config
+@contextlib.contextmanager
+def with_options(options: Mapping[str, Any]) -> Iterator[None]:
+    """Within, programs are compiled with these options, and with those that they need.
 
-    patched: contextlib.AbstractContextManager[Any] = config.patch({**OWN, **options})
-    return patched
+    Code that Inductor has kept on disk calls operators of ours by the names of their arguments: its key holds these.
+    """
+    from torch._inductor import config
+    from torch.compiler import config as cache
+
+    tag = " ".join((cache.cache_key_tag, *(str(operator._schema) for operator in READS)))
+    with config.patch({**OWN, **options}), cache.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+        yield
 
 
 def options_text(options: Mapping[str, Any]) -> dict[str, str]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch._inductor import config
+from torch._inductor.codecache import FxGraphHashDetails
 
 from graphcomp.compat.inductor_options import OWN, check_options, options_text, with_options
+from graphcomp.compat.reads import READ_SUM
 from graphcomp.errors import PlanError
 
 END = "  (see docs/errors.md#planerror)"
@@ -59,6 +62,16 @@ def test_others_may_be_given_and_hold_within() -> None:
         assert config.max_autotune and config.size_asserts and config.cpp.threads == 1
         assert config.fallback_random is OWN["fallback_random"]
     assert config.max_autotune is outside
+
+
+def test_code_on_disk_is_of_the_operators_as_they_are() -> None:
+    """Kept code that gives an operator an argument of another name would fail."""
+    with torch.compiler.config.patch(cache_key_tag="a user's"):
+        with with_options({}):
+            tag = torch.compiler.config.cache_key_tag
+            details: Any = FxGraphHashDetails(None, [], {}, [])
+        assert torch.compiler.config.cache_key_tag == "a user's"
+    assert tag.startswith("a user's ") and str(READ_SUM._schema) in tag and details.cache_key_tag == tag
 
 
 def test_options_are_text_that_is_alike_in_every_process() -> None:
