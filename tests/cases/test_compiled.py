@@ -72,16 +72,18 @@ def ragged() -> list[dict[str, Tensor]]:
 
 
 @functools.cache
-def made(schedule: str) -> tuple[nn.Module, VirtualStep]:
+def made(schedule: str, wrapper: str = "Python") -> tuple[nn.Module, VirtualStep]:
     """Double precision, so that what differs is no rounding."""
     model = tiny_gpt(Everything).double()
-    return model, step_of(model, losses, schedule=schedule, split=["second", "last"], backend="inductor")
+    options = {"cpp_wrapper": wrapper == "C++"}
+    plan = {"schedule": schedule, "split": ["second", "last"], "backend": "inductor", "compile_options": options}
+    return model, step_of(model, losses, **plan)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_step_equals_eager(schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "wrapper"), [("gpipe", "Python"), ("1f1b", "Python"), ("1f1b", "C++")])
+def test_a_step_equals_eager(schedule: str, wrapper: str) -> None:
     """Of any lengths, a microbatch without tokens among them; one alone runs forward and backward as one program."""
-    model, step = made(schedule)
+    model, step = made(schedule, wrapper)
     for given in (ragged(), ragged()[:1], ragged()[1:]):
         assert_equal(model, losses, given, step, 1e-9, outputs="all")
     assert step.compiler.traces == 1
