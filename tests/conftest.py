@@ -115,7 +115,7 @@ def ctrl_c() -> Iterator[None]:
 HERE = Path(__file__).parent
 SHARING = {
     *("cases", "checkpoint", "dataparallel", "inspect", "partition", "runtime", "steps", "testing", "trainer"),
-    "test_huggingface.py",
+    *("test_clip.py", "test_huggingface.py"),
 }
 """Tests of what is done with a program: equal models are captured once for all of them."""
 

@@ -15,6 +15,7 @@ import graphcomp as gc
 from graphcomp.errors import AgreementError
 from graphcomp.ir.signature import Size
 from graphcomp.testing import VirtualStep, run_ranks
+from tests.sharing import shared_captures
 from tests.steps.test_data_processes import MODES, full, mesh_of, numbers, plan_of
 from tests.zoo import ZOO
 from tests.zoo.reference import Reference, reference
@@ -83,6 +84,14 @@ class Conditional:
 
 
 def on_rank(rank: int, world_size: int) -> dict[Any, Any]:
+    with shared_captures():
+        found = in_turn(rank, world_size)
+    if world_size == 2:
+        found["conditions"] = conditional(rank)
+    return found
+
+
+def in_turn(rank: int, world_size: int) -> dict[Any, Any]:
     mesh = mesh_of("dp2" if world_size == 2 else "pp2 x dp2")
     data_rank = mesh["dp"].get_local_rank()
     found: dict[Any, Any] = {}
@@ -100,13 +109,16 @@ def on_rank(rank: int, world_size: int) -> dict[Any, Any]:
     batches = ZOO["gpt"].microbatches(2, 5, torch.float64)
     result = step(batches[data_rank : data_rank + 1])
     found["starts"] = numbers(result), {key: full(p) for key, p in step.named_parameters()}
-    if world_size == 2:
-        model = forks()
-        step = gc.compile_train_step(model, named, plan=plan_of(mesh, "replicate"))
-        Conditional(step)
-        result = step([batch("a", (12, 5)[data_rank])])  # breaks the condition on rank 1 alone
-        found["conditions"] = result.loss.item(), step.stats.traces, model.layers[0].weight.grad
     return found
+
+
+def conditional(rank: int) -> tuple[float, int, Tensor | None]:
+    """A condition, which is added to a capture, and broken on rank 1 alone."""
+    model = forks()
+    step = gc.compile_train_step(model, named, plan=plan_of(mesh_of("dp2"), "replicate"))
+    Conditional(step)
+    result = step([batch("a", (12, 5)[rank])])
+    return result.loss.item(), step.stats.traces, model.layers[0].weight.grad
 
 
 @functools.cache

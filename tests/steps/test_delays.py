@@ -23,6 +23,7 @@ import graphcomp.runtime.program.executor as executor
 import graphcomp.runtime.program.transport as transport
 from graphcomp.plan import SCHEDULES
 from graphcomp.testing import VirtualStep, run_ranks
+from tests.sharing import shared_captures
 from tests.zoo import ZOO
 
 CASE = ZOO["u_shape"]  # values that skip stages, and gradients that are summed on the way
@@ -76,6 +77,11 @@ def same(one: Bits, two: Bits) -> bool:
 
 
 def repeated(rank: int, world_size: int) -> dict[str, Any]:
+    with shared_captures():
+        return at_all_layouts(rank, world_size)
+
+
+def at_all_layouts(rank: int, world_size: int) -> dict[str, Any]:
     """By layout and schedule: the bits without delays, and which repeats with delays had others."""
     late = Late(rank)
     executor.link = functools.partial(late.link, executor.link)
