@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphcomp as gc
 from graphcomp.errors import AgreementError, ArtifactError, NonFiniteError, RankFailure
 from graphcomp.testing import run_ranks
+from tests.sharing import shared_captures
 from tests.trainer.speaking import Several, built, texts, train
 
 STEPS = 3
@@ -96,6 +97,11 @@ def starts_again(rank: int, world_size: int, folder: str, axis: str, **options: 
 
 
 def everything(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    with shared_captures():
+        return in_turn(rank, world_size, folder)
+
+
+def in_turn(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     if world_size == 4:
         return {"pp2 dp2": four_lines((2, 2))}
     found: dict[str, Any] = {"pp2": four_lines((2, 1)), "dp2": four_lines((1, 2)), "stops": stops(rank, world_size)}
