@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,7 +43,8 @@ def missing_for_inductor() -> str | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, with the reason; run the cheap tiers first.
 
-    Where whole files are dealt to workers, those with a dear tier come first: at the end all would wait for them.
+    Where whole files are dealt to workers, long ones come first, for at the end all would wait for them: those with a
+    dear tier, then those that compile steps; with the most tests before the others.
     """
     lacks = {
         "inductor": missing_for_inductor(),
@@ -55,7 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=tier_of)  # stable: the order within a tier is pytest's own
     if hasattr(config, "workerinput"):
         dear = {item.path for item in items if tier_of(item)}
-        items.sort(key=lambda item: item.path not in dear)
+        tests = Counter(item.path for item in items if item.path not in dear)
+        items.sort(key=lambda item: (item.path not in dear, not shares_captures(item.path), -tests[item.path]))
 
 
 def pytest_collection_finish() -> None:
@@ -120,10 +123,13 @@ SHARING = {
 """Tests of what is done with a program: equal models are captured once for all of them."""
 
 
+def shares_captures(path: Path) -> bool:
+    return path.is_relative_to(HERE) and path.relative_to(HERE).parts[0] in SHARING
+
+
 @pytest.fixture(autouse=True)
 def equal_models_share_a_capture(request: pytest.FixtureRequest) -> Iterator[None]:
-    within = request.path.relative_to(HERE).parts[0] if request.path.is_relative_to(HERE) else ""
-    if within not in SHARING or request.node.get_closest_marker("inductor"):
+    if not shares_captures(request.path) or request.node.get_closest_marker("inductor"):
         yield
         return
     from tests.sharing import shared_captures
