@@ -12,11 +12,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graphcomp.compat.believed import as_read
+from graphcomp.compat.corrected import corrected
 from graphcomp.compat.decompositions import inductor_table, trace_with
 from graphcomp.compat.inductor_options import with_options
 from graphcomp.compat.onednn import use_onednn
 from graphcomp.compat.sums import write_sums
 from graphcomp.compat.symbols import FakeTensorMode
+from graphcomp.compat.undecided import ask_nothing
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -56,7 +58,6 @@ def compile_graph(
     from torch._inductor import config
     from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
     from torch._inductor.virtualized import V
-    from torch.fx.experimental import _config as symbol_config
 
     with tracing(TracingContext(mode)), with_options(options or {}), V.set_fake_mode(mode), as_read():
         with mode, enable_python_dispatcher():
@@ -69,9 +70,7 @@ def compile_graph(
         results: Any = output.args[0]
         visible = [place for place, node in enumerate(results) if isinstance(node, Node)]
         output.meta["user_visible_output_idxs"] = visible
-        # A choice between two codes that are both right must not become a condition: the C++ backend asks whether a
-        # sum has more than 4096 terms, to add them up in another order.
-        with symbol_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        with ask_nothing(), corrected():
             compiled: Any = compile_fx_inner(module, list(inputs), is_inference=True, cpp_wrapper=config.cpp_wrapper)
     return CompiledCode(callable_of(compiled), compiled, options or {})
 
