@@ -107,7 +107,7 @@ def test_blocks_of_a_gpt_stay_whole(four: Joint, stages: int) -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize("blocks", [4, 8, 12])
+@pytest.mark.parametrize("blocks", [4, 8, pytest.param(12, marks=pytest.mark.wide)])
 def test_balanced_with_one_value_a_cut(blocks: int, stages: int) -> None:
     cut = partition(gpt(blocks), stages)
     assert carried(cut) == ([1] * (stages - 1), [1] * (stages - 1))
