@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,8 +42,12 @@ def dense(leaf: torch.Tensor) -> torch.Tensor:
     leaf = leaf.contiguous()
     shape = leaf.shape
     if 1 in shape or 0 in shape:
-        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        if leaf.stride() != strides:
+        strides, step = [], 1
+        for size in reversed(shape):
+            strides.append(step)
+            step *= size
+        strides.reverse()
+        if leaf.stride() != tuple(strides):
             leaf = leaf.as_strided(shape, strides)
     return leaf
 
