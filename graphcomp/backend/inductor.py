@@ -26,7 +26,8 @@ from graphcomp.backend.embeddings import scatter_embeddings
 from graphcomp.backend.functions import compilable
 from graphcomp.backend.layout import Layouts
 from graphcomp.compat.artifacts import PackedCode, pack, unpack
-from graphcomp.compat.inductor import CompiledCode, compile_graph, guards_since, runs_as_written
+from graphcomp.compat.grad_mode import runs_as_written
+from graphcomp.compat.inductor import CompiledCode, compile_graph, guards_since
 from graphcomp.compat.inductor_options import check_options
 from graphcomp.compat.symbols import fails_in_the_example, guard_count
 from graphcomp.errors import BackendError

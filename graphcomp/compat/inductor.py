@@ -95,12 +95,6 @@ def guards_since(mode: FakeTensorMode, count: int, symbols: Container[str]) -> t
     return tuple(relation for relation in found if relation != sympy.true)
 
 
-def runs_as_written() -> bool:
-    """Whether neither autograd nor autocast would add anything to an operation: then no context need be
-    entered."""
-    return not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled())
-
-
 def _decompose(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     """The graph in the operations that Inductor lowers, still functional."""
     run: Callable[..., Any] = torch.fx.Interpreter(module).run

@@ -11,7 +11,7 @@ from graphcomp.compat.collective_operators import ALL_REDUCE, WAIT
 from graphcomp.dataparallel.contribution import Contribution
 from graphcomp.errors import StepError
 from graphcomp.ir import signature as role
-from graphcomp.ir.interp import boxed_callable
+from graphcomp.ir.interp import as_written, boxed_callable
 from graphcomp.ir.program import Program
 from graphcomp.partition import Partitioned
 from graphcomp.runtime.program.inputs import MicrobatchInputs
@@ -31,12 +31,13 @@ class Counting:
     ) -> tuple[Counts, int]:
         """The counts, and how many collectives it took. total: what all data ranks report."""
         counted = []
-        for number, (one, cut) in enumerate(zip(microbatches, cuts, strict=True)):
-            try:
-                counted.append(self._prologue(one, cut))
-            except BaseException as error:
-                error.add_note(f"in microbatch {number}")
-                raise
+        with as_written():  # once for all
+            for number, (one, cut) in enumerate(zip(microbatches, cuts, strict=True)):
+                try:
+                    counted.append(self._prologue(one, cut))
+                except BaseException as error:
+                    error.add_note(f"in microbatch {number}")
+                    raise
         used = 0
 
         def reduce(vector: torch.Tensor) -> torch.Tensor:
