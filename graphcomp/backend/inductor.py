@@ -149,9 +149,13 @@ def _compile(program: Program, groups: Mapping[str, str], options: Mapping[str, 
             f"Inductor cannot compile program '{program.name}'",
             where=f"program '{program.name}'",
             got=f"{type(error).__name__}: {text[0]}",
-            do="see the cause below; backend='eager' runs the same program without compiling",
+            do=f"see the cause below; {_way_out(options)}backend='eager' runs the same program without compiling",
         ) from error
     return _Artifact(code, program.fake_mode.shape_env, symbols, guards_since(program.fake_mode, 0, symbols))
+
+
+def _way_out(options: Mapping[str, Any]) -> str:
+    return f"leave out compile_options={dict(options)}; " if options else ""
 
 
 def _unpacked(artifact: _Artifact, program: Program) -> _Artifact:

@@ -151,13 +151,21 @@ def test_indexing_limits_become_conditions() -> None:
     assert all(value == sympy.true for value in holds)
 
 
-def test_an_error_of_the_compiler_names_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "way_out"),
+    [({}, "see the cause below; backend"), ({"max_autotune": True}, "leave out compile_options={'max_autotune': True};")],
+    ids=["none", "one"],
+)
+def test_an_error_of_the_compiler_names_the_program(
+    options: dict[str, bool], way_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object) -> module.Boxed:
         raise RuntimeError("no such lowering\nand more")
 
     monkeypatch.setattr(module, "compile_graph", broken)
     with pytest.raises(BackendError, match="Inductor cannot compile program 'stage 1 forward'") as caught:
-        backend.get("inductor").compile(samples.forward())
+        backend.get("inductor", options=options).compile(samples.forward())
+    assert way_out in str(caught.value)
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert "got: RuntimeError: no such lowering\n" in str(caught.value)
 
