@@ -153,7 +153,10 @@ def test_indexing_limits_become_conditions() -> None:
 
 @pytest.mark.parametrize(
     ("options", "way_out"),
-    [({}, "see the cause below; backend"), ({"max_autotune": True}, "leave out compile_options={'max_autotune': True};")],
+    [
+        ({}, "see the cause below; backend"),
+        ({"max_autotune": True}, "leave out compile_options={'max_autotune': True};"),
+    ],
     ids=["none", "one"],
 )
 def test_an_error_of_the_compiler_names_the_program(
