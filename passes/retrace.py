@@ -4,7 +4,6 @@ operations by what torch itself makes of them."""
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -16,9 +15,9 @@ from torch.fx import Graph, Interpreter, Node
 from torch.fx.node import map_arg
 
 from graphcomp.compat.decompositions import Table, trace_with
-from graphcomp.compat.symbolic_sizes import CONCRETE_OPERATORS, symbolic_bodies
+from graphcomp.compat.symbolic_sizes import symbolic_bodies
 from graphcomp.compat.tracing import observe_nodes
-from graphcomp.errors import CaptureError
+from graphcomp.errors import CaptureError, GraphcompError
 from graphcomp.ir import meta
 from graphcomp.ir.body import take_up
 from graphcomp.ir.normalize import lift_sizes
@@ -49,6 +48,7 @@ class Replay(Interpreter):
 
     def __init__(self, program: Program) -> None:
         super().__init__(torch.nn.Module(), graph=program.graph)
+        self.extra_traceback = False  # an error says by itself where it happened
         self.origin: dict[Node, Node] = {}
         self.last: dict[Node, Node] = {}
         self._current: Node | None = None
@@ -61,13 +61,24 @@ class Replay(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         self._current = n if n.op == "call_function" else None
-        result = super().run_node(n)
+        try:
+            result = super().run_node(n)
+        except GraphcompError:
+            raise
+        except Exception as error:
+            text = str(error).strip().splitlines() or ["(no text)"]
+            raise CaptureError(
+                f"'{n.target}' cannot be traced a second time, on the symbolic sizes of the program",
+                where=", ".join((*meta.place(n), f"node '{n.name}'")),
+                got=f"{type(error).__name__}: {text[0]}",
+                do="compute it with other operations; or make the sizes it depends on plain numbers, as int(n) does, "
+                "which is a program for each",
+            ) from error
         self._current = None
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with symbolic_bodies() if target in CONCRETE_OPERATORS else contextlib.nullcontext():
-            return self.operation(target, args, kwargs)
+        return self.operation(target, args, kwargs)
 
     def operation(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What to run for a call; subclasses exchange operations here."""
@@ -97,7 +108,7 @@ def retrace(
         with observe_nodes(replay.observe):
             return replay.run(*(given[node] for node in program.placeholders), enable_io_processing=False)
 
-    with torch.no_grad(), program.fake_mode:
+    with symbolic_bodies(), program.fake_mode:
         module = trace_with(transform(run), [meta.value(node) for node in order], decompositions or {})
     done = _Rebuild(program, replay, module, order).finish()
     _drop_sizes(done.program, asked)

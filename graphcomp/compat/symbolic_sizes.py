@@ -30,6 +30,10 @@ CONCRETE = frozenset(
         F.unfold,
         F.bilinear,
         torch.bilinear,
+        torch.trace,
+        torch.Tensor.trace,
+        torch.diag,
+        torch.Tensor.diag,
         torch.baddbmm,
         torch.Tensor.baddbmm,
         torch.lstm,
@@ -38,10 +42,6 @@ CONCRETE = frozenset(
         torch.rnn_relu,
     }
 )
-
-
-CONCRETE_OPERATORS = frozenset({torch.ops.aten.constant_pad_nd.default})
-"""The same among operators, of which a program is made that is traced again."""
 
 
 _NUMBERS: dict[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}

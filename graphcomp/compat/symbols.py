@@ -103,12 +103,12 @@ def fails_in_the_example(mode: FakeTensorMode, relation: sympy.Basic) -> bool:
     return bool(relation.xreplace(dict(env.backed_var_to_val)) == sympy.false)
 
 
-def size_value(like: object, number: sympy.Expr) -> object:
-    """A symbolic integer for an expression, in the shape environment of another symbolic integer."""
+def size_value(like: object, number: sympy.Expr, fraction: bool = False) -> object:
+    """A symbolic integer for an expression, in the shape environment of another one. fraction: a symbolic float."""
     if not isinstance(like, torch.SymInt):
         raise TypeError(f"expected a symbolic integer, got {type(like).__name__}")
     env = like.node.shape_env
-    return env.create_symintnode(number, hint=None)
+    return env.create_symfloatnode(number, hint=None) if fraction else env.create_symintnode(number, hint=None)
 
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Mapping
@@ -37,7 +38,14 @@ _OPERATIONS = {
     "BitwiseFn_bitwise_and": operator.and_,
     "BitwiseFn_bitwise_or": operator.or_,
     "BitwiseFn_bitwise_xor": operator.xor,
+    "ToFloat": torch.sym_float,
+    "IntTrueDiv": operator.truediv,
+    "FloatTrueDiv": operator.truediv,
+    "TruncToInt": math.trunc,
+    "FloorToInt": math.floor,
+    "CeilToInt": math.ceil,
 }
+_MAKE_FRACTIONS = frozenset({torch.sym_float, operator.truediv})
 
 _NUMBER = re.compile(r"(_\d+)+$")
 
@@ -110,8 +118,8 @@ def computed(graph: Graph, number: sympy.Expr, inputs: Mapping[str, Node], like:
     """Nodes that compute an expression of sizes, at the current insertion point, annotated like `like`."""
 
     def visit(part: sympy.Expr) -> Any:
-        if part.is_Integer:
-            return int(part)
+        if part.is_Number:
+            return int(part) if part.is_Integer else float(part)
         if part.is_Symbol:
             return inputs[str(part)]
         if part.is_Pow and part.exp.is_Integer and part.exp > 1:  # such as the elements of a square matrix
@@ -120,25 +128,33 @@ def computed(graph: Graph, number: sympy.Expr, inputs: Mapping[str, Node], like:
         if function is None:
             raise CaptureError(
                 f"a tensor's size is an expression that cannot be computed from the batch: {number}",
-                where=meta.note(like).source,
-                do="make the size depend on the batch by sums, products, whole division, min and max only",
+                where=", ".join(meta.place(like)) or f"a size that {like.target} reads",
+                do="make the size depend on the batch by sums, products, quotients, min, max and int() only",
             )
         result = visit(part.args[0])
+        if len(part.args) == 1:
+            return call(function, part, result)
         for count, argument in enumerate(part.args[1:], start=2):
-            result = call(function, result, visit(argument), part.func(*part.args[:count]))
+            result = call(function, part.func(*part.args[:count]), result, visit(argument))
         return result
 
     def product(base: Any, expression: sympy.Expr, exponent: int) -> Any:
         result = base
         for count in range(2, exponent + 1):
-            result = call(operator.mul, result, base, expression**count)
+            result = call(operator.mul, expression**count, result, base)
         return result
 
-    def call(function: Any, left: Any, right: Any, expression: sympy.Expr) -> Node:
-        result = graph.call_function(function, (left, right))
-        meta.set_value(result, size_value(meta.value(like), expression))
+    def call(function: Any, expression: sympy.Expr, *given: Any) -> Node:
+        result = graph.call_function(function, given)
+        fraction = function in _MAKE_FRACTIONS or (
+            function in (operator.add, operator.mul) and any(map(is_fraction, given))
+        )
+        meta.set_value(result, size_value(meta.value(like), expression, fraction))
         meta.inherit(result, like)
         return result
+
+    def is_fraction(value: Any) -> bool:
+        return isinstance(meta.value(value) if isinstance(value, Node) else value, float | torch.SymFloat)
 
     built: Node = visit(number)
     return built

@@ -59,6 +59,14 @@ LAYERS = {
         lambda: [nn.Upsample(scale_factor=2), nn.Conv1d(8, 8, 3), nn.ConvTranspose1d(8, 4, 2)],
         floats((3, 8, 5), (2, 8, 7)),
     ),
+    "a length times a fraction": (
+        lambda: [nn.Conv1d(8, 8, 1), nn.Upsample(scale_factor=1.5), nn.Conv1d(8, 8, 3), nn.Upsample(scale_factor=0.7)],
+        floats((3, 8, 5), (2, 8, 7)),
+    ),
+    "bicubic after instance norm": (
+        lambda: [nn.InstanceNorm2d(3, affine=True), nn.Upsample(scale_factor=2, mode="bicubic"), nn.Conv2d(3, 4, 1)],
+        floats((3, 3, 4, 5), (2, 3, 6, 4)),
+    ),
     "bags of embeddings": (
         lambda: [nn.EmbeddingBag(10, 8), nn.Linear(8, 8)],
         [torch.randint(10, (3, 4)), torch.randint(10, (5, 6))],

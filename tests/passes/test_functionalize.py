@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from graphcomp.ir.program import Program
 from graphcomp.ir.verify import verify
 from graphcomp.passes.dead_code import DeadCode
 from graphcomp.passes.functionalize import Functionalize, functionalize, is_functional
+from graphcomp.passes.retrace import Replay, retrace
 from tests.ir.build import Builder, aten
 from tests.passes.running import DENOMINATOR, SEED, inputs, results, sample
 from tests.zoo import ZOO
@@ -244,3 +246,17 @@ class DropsTransposed(nn.Module):
 def test_a_draw_into_transposed_memory_is_that_of_eager() -> None:
     plan = Plan(backend="eager", quiet=True)
     testing.check_parity(DropsTransposed(), lambda output, x: output.square().mean(), [torch.randn(3, 4)], plan=plan)
+
+
+class Breaks(Replay):
+    def operation(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is aten.relu_.default:
+            raise RuntimeError("no plain numbers\nat some place of torch")
+        return super().operation(target, args, kwargs)
+
+
+def test_an_operation_that_fails_in_the_second_trace_is_named_with_its_line() -> None:
+    with pytest.raises(CaptureError, match=r"'aten.relu_.default' cannot be traced a second time") as caught:
+        retrace(counting(), Breaks)
+    assert caught.value.where == "module 'fc', model.py:4, node 'relu_'"
+    assert caught.value.got == "RuntimeError: no plain numbers"
