@@ -144,8 +144,11 @@ class Plan:
                 "Plan(compile_options=...) is for backend='inductor', and this plan compiles nothing",
                 got="backend='eager'",
             )
+        options = {name.replace("-", "_"): value for name, value in given.items()}
+        if len(options) < len(given):
+            raise PlanError("Plan(compile_options=...) has one option twice, with '-' and with '_'", got=repr(given))
         # Sorted, so that equal plans are equal as text.
-        object.__setattr__(self, "compile_options", {name.replace("-", "_"): given[name] for name in sorted(given)})
+        object.__setattr__(self, "compile_options", dict(sorted(options.items(), key=lambda item: item[0])))
 
     def _check_mesh(self) -> None:
         if not hasattr(self.mesh, "mesh_dim_names"):

@@ -134,6 +134,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"compile_options": {"cpp_wrapper": True}, "backend": "eager"},
         "Plan(compile_options=...) is for backend='inductor', and this plan compiles nothing\n  got: backend='eager'",
     ),
+    (
+        {"compile_options": {"max-autotune": True, "max_autotune": False}},
+        "Plan(compile_options=...) has one option twice, with '-' and with '_'\n"
+        "  got: {'max-autotune': True, 'max_autotune': False}",
+    ),
 ]
 
 
@@ -241,8 +246,8 @@ def test_a_plan_is_frozen_and_knows_what_the_layers_know() -> None:
 
 def test_equal_plans_are_equal_as_text_and_by_hash() -> None:
     """Ranks compare them as text, whatever order their options were written in."""
-    first = gc.Plan(compile_options={"max_autotune": True, "cpp-wrapper": True})
-    second = gc.Plan(compile_options={"cpp_wrapper": True, "max_autotune": True})
+    first = gc.Plan(compile_options={"cpp.threads": 1, "max_autotune": True, "cpp-wrapper": True})
+    second = gc.Plan(compile_options={"cpp_wrapper": True, "max_autotune": True, "cpp.threads": 1})
     assert first == second and repr(first) == repr(second) and hash(first) == hash(second)
     assert gc.Plan() != first
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any, get_origin
+from typing import Any
 
 from graphcomp.compat.reads import READS
 from graphcomp.errors import PlanError
@@ -16,16 +16,25 @@ OWN: Mapping[str, Any] = {
     "size_asserts": False,  # a third of what a call of a small program costs; the first call is checked
     "alignment_asserts": False,
     "scalar_asserts": False,  # what must hold of sizes is checked where they are read, in one program of several
+    "triton.cudagraphs": False,  # a replayed graph overwrites its last results, while other microbatches need them
 }
 
-_ELSEWHERE = "it acts where torch.compile traces a module, and programs are compiled behind that"
+_ELSEWHERE = "it acts where torch.compile traces and differentiates a module, and programs are compiled behind that"
 _REFUSED = {
     "fallback_random": "dropout would draw other numbers than in eager PyTorch",
     "triton.cudagraphs": "a replayed graph overwrites what its last call has left, while other microbatches need it",
-    "freezing": _ELSEWHERE,
+    "custom_partitioner_fn": _ELSEWHERE,
     "fx_wrapper": _ELSEWHERE,
+    "keep_output_stride": _ELSEWHERE,
+    "use_pre_grad_passes": _ELSEWHERE,
+    "add_pre_grad_passes": _ELSEWHERE,
+    "remove_pre_grad_passes": _ELSEWHERE,
 }
-_REFUSED_FOLDERS = {"aot_inductor.": "no program is compiled ahead of time"}
+_REFUSED_BEGINNINGS = {
+    "aot_inductor.": "no program is compiled ahead of time",
+    "freezing": _ELSEWHERE,
+    "pre_grad_": _ELSEWHERE,
+}
 _OF_THE_COMPILER = ("compile_threads", "worker_", "quiesce_", "cpp.cxx", "trace.", "log_", "debug_")
 """How it works, not what it makes."""
 
@@ -34,23 +43,42 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Raise PlanError for an option that Inductor does not have, that has another type, or that cannot hold here."""
     from torch._inductor import config
 
+    known = config.get_config_copy()
     for name, value in options.items():
         where = f"Plan(compile_options={{{name!r}: ...}})"
-        if name not in config.get_config_copy():
+        if name not in known:
             raise PlanError(
                 f"Inductor has no option {name!r}", where=where, do="see torch._inductor.list_options() for the names"
             )
-        reason = _REFUSED.get(name) or next((why for one, why in _REFUSED_FOLDERS.items() if name.startswith(one)), "")
-        if reason and value != OWN.get(name, getattr(config, name)):
+        reason = _reason(name)
+        if reason and value != OWN.get(name, known[name]):
             raise PlanError(f"Inductor's option {name!r} cannot be set: {reason}", where=where, do="leave it out")
         form = config.get_type(name)  # type: ignore[attr-defined]
-        if get_origin(form) is None and not isinstance(value, form):
+        if isinstance(form, type) and not isinstance(value, form):
             raise PlanError(
-                f"Inductor's option {name!r} has another type",
+                f"Inductor's option {name!r} has another type", where=where, expected=form.__name__, got=repr(value)
+            )
+        if not _is_plain(value):
+            raise PlanError(
+                f"Inductor's option {name!r} is given an object that ranks and saved programs cannot compare",
                 where=where,
-                expected=getattr(form, "__name__", str(form)),
+                expected="numbers, strings, None, and lists, tuples and dictionaries of them",
                 got=repr(value),
             )
+
+
+def _reason(name: str) -> str:
+    """Why an option cannot be set; empty where it can."""
+    return _REFUSED.get(name) or next((why for one, why in _REFUSED_BEGINNINGS.items() if name.startswith(one)), "")
+
+
+def _is_plain(value: object) -> bool:
+    """Whether equal values are equal as text, in every process."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value.keys(), *value.values())))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 @contextlib.contextmanager

@@ -45,13 +45,44 @@ END = "  (see docs/errors.md#planerror)"
             "Inductor's option 'aot_inductor.debug_compile' cannot be set: no program is compiled ahead of time\n"
             "  where: Plan(compile_options={'aot_inductor.debug_compile': ...})\n  what to do: leave it out",
         ),
+        (
+            {"pre_grad_fusion_options": {"a_pass": {}}},
+            "Inductor's option 'pre_grad_fusion_options' cannot be set: it acts where torch.compile traces and "
+            "differentiates a module, and programs are compiled behind that\n"
+            "  where: Plan(compile_options={'pre_grad_fusion_options': ...})\n  what to do: leave it out",
+        ),
+        (
+            {"post_grad_fusion_options": {"a_pass": {1: {2}}}},
+            "Inductor's option 'post_grad_fusion_options' is given an object that ranks and saved programs cannot "
+            "compare\n  where: Plan(compile_options={'post_grad_fusion_options': ...})\n"
+            "  expected: numbers, strings, None, and lists, tuples and dictionaries of them\n"
+            "  got: {'a_pass': {1: {2}}}",
+        ),
     ],
-    ids=["unknown", "type", "draws", "graphs", "ahead of time"],
+    ids=["unknown", "type", "draws", "graphs", "ahead of time", "elsewhere", "object"],
 )
 def test_an_option_that_cannot_hold_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(PlanError) as caught:
         check_options(options)
     assert str(caught.value) == f"{text}\n{END}"
+
+
+def test_functions_are_refused_whose_text_is_another_in_every_process() -> None:
+    with pytest.raises(PlanError, match="cannot compare"):
+        check_options({"post_grad_custom_post_pass": lambda graph: None})
+
+
+def test_every_option_may_be_given_as_it_is_by_default() -> None:
+    """Whatever type Inductor gives an option, asking for it fails on none."""
+    check_options(config.get_config_copy() | OWN)
+
+
+def test_graphs_are_off_also_where_the_process_has_them_on() -> None:
+    with config.patch({"triton.cudagraphs": True}):
+        with pytest.raises(PlanError, match="overwrites"):
+            check_options({"triton.cudagraphs": True})
+        with with_options({}):
+            assert not config.triton.cudagraphs
 
 
 def test_others_may_be_given_and_hold_within() -> None:
