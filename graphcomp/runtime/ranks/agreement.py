@@ -1,6 +1,7 @@
 """Agreement: before a step the ranks compare, on the host, what each is about to do; a failure of one ends it on all.
 
-It runs over the gloo side group and never touches a device. Where there is one rank only, there is nothing to compare.
+It never touches a device: it runs over the gloo side group; where the job is one pipeline on one machine, what every
+step compares goes over its channels. Where there is one rank only, there is nothing to compare.
 """
 
 from __future__ import annotations

@@ -11,36 +11,34 @@ from graphcomp.runtime.program.channel import Channel
 
 @dataclass(frozen=True)
 class Chain:
-    """A rank's place in it: channels to the ranks below and above it in the pipeline; None at the ends.
+    """A rank's place in it: channels to the ranks before and after it in the pipeline; None at the ends.
 
-    Every rank calls the same methods in the same order. Tensors are dense and on CPU, of equal shapes on all ranks.
-    What is exchanged goes up and comes down again: nobody has a result before all have given their part, and all have
-    the same bits.
+    Every rank calls the same methods in the same order, when no other receive is under way: channels are those that
+    small activations and gradients take. Tensors are dense and on CPU, of equal shapes on all ranks. Sums go up to the
+    first rank, and from there down again: nobody has a result before all have given their part, and all have the same
+    bits.
     """
 
     place: int
-    below: Channel | None
-    above: Channel | None
+    before: Channel | None
+    after: Channel | None
     length: int
 
     def add(self, vector: torch.Tensor) -> None:
         """Add it up over the ranks, in place."""
-        self._add(vector)
+        if self.after is not None:
+            share = torch.empty_like(vector)
+            self.after.post([share]).wait()
+            vector += share
+        if self.before is not None:
+            self.before.send([vector])
+            self.before.post([vector]).wait()
+        if self.after is not None:
+            self.after.send([vector])
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks, in their order."""
         rows = row.new_zeros(self.length, *row.shape)
         rows[self.place] = row
-        self._add(rows)
+        self.add(rows)
         return rows
-
-    def _add(self, values: torch.Tensor) -> None:
-        if self.above is not None:
-            share = torch.empty_like(values)
-            self.above.post([share]).wait()
-            values += share
-        if self.below is not None:
-            self.below.send([values])
-            self.below.post([values]).wait()
-        if self.above is not None:
-            self.above.send([values])

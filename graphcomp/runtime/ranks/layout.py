@@ -251,8 +251,8 @@ def _chain(
     connected = _exchange(side, bool(beside) and beside <= channels.keys())
     if not all(connected[other] for other in ranks):
         return None
-    below, above = (channels[other][0] if other in beside else None for other in (rank - 1, rank + 1))
-    return Chain(rank, below, above, len(ranks))
+    before, after = (channels[other][0] if other in beside else None for other in (rank - 1, rank + 1))
+    return Chain(rank, before, after, len(ranks))
 
 
 def _exchange(side: dist.ProcessGroup, given: Any) -> list[Any]:

@@ -20,13 +20,13 @@ Chains = list[Chain]
 def chains(request: pytest.FixtureRequest) -> Iterator[Chains]:
     ranks: int = request.param
     pairs = [socket.socketpair() for _ in range(ranks - 1)]
-    ups = [Channel(one, place + 1, 1.0) for place, (one, _) in enumerate(pairs)]
-    downs = [Channel(other, place, 1.0) for place, (_, other) in enumerate(pairs)]
+    after = [Channel(one, place + 1, 1.0) for place, (one, _) in enumerate(pairs)]
+    before = [Channel(other, place, 1.0) for place, (_, other) in enumerate(pairs)]
     yield [
-        Chain(place, downs[place - 1] if place else None, ups[place] if place < ranks - 1 else None, ranks)
+        Chain(place, before[place - 1] if place else None, after[place] if place < ranks - 1 else None, ranks)
         for place in range(ranks)
     ]
-    for channel in (*ups, *downs):
+    for channel in (*after, *before):
         channel.close()
 
 
@@ -68,7 +68,7 @@ def test_a_rank_that_leaves_is_noticed_by_those_beside_it(chains: Chains) -> Non
     def run(chain: Chain) -> None:
         if chain is not chains[-1]:
             chain.add(torch.ones(2))
-        elif chain.below is not None:
-            chain.below.close()
+        elif chain.before is not None:
+            chain.before.close()
 
     assert isinstance(together(chains, run)[-2].exception(), PeerLost)
