@@ -56,7 +56,7 @@ def _let_through() -> None:
 
 
 def _is_of_another_operator(record: logging.LogRecord) -> bool:
-    return not (isinstance(record.args, tuple) and aten.addmm_.default in record.args)
+    return not (isinstance(record.args, tuple) and any(one is aten.addmm_.default for one in record.args))
 
 
 def _add_products(graph: Graph, total: Node, place: Node) -> Node:
