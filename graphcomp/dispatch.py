@@ -163,7 +163,9 @@ class Dispatcher:
         if differences:
             changed += differences
             remedy = (
-                "let no code make a plain number of a size: int(n), float(n), math.sqrt(n), len(x), range(n), f'{n}'"
+                "where one size must be, or not be, a number or another size: bring it to one size by padding, or read "
+                "table[torch.arange(n)] for table[:n], which is all of the table for one n; else let no code make a "
+                "plain number of a size: int(n), float(n), math.sqrt(n), len(x), range(n), f'{n}'"
             )
         seconds = self.compiler.specialisations[-1].joint.seconds
         raise GuardError(

@@ -140,9 +140,14 @@ class Region:
             what = ", ".join(f"'{role}'" for role, node in self.program.output_items() if node is source)
         return CaptureError(
             f"head and loss cannot be computed in chunks of rows: {what} needs all rows at once",
-            where=", ".join((*meta.place(named), f"node '{named.name}'")),
+            where=", ".join((*_place(named), f"node '{named.name}'")),
             expected="operations on each row of the logits by itself, and sums over rows",
             got=reason,
             do="use token_loss or sums (not means) over rows, or leave out Plan(loss_chunks=...); "
             "outputs with logits are there without chunks only",
         )
+
+
+def _place(node: Node) -> list[str]:
+    """Where a node comes from; a sum of gradients has no line of its own, but what it adds has."""
+    return next((found for one in (node, *node.all_input_nodes) if (found := meta.place(one))), [])

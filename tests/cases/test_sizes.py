@@ -165,6 +165,7 @@ def test_too_many_sizes_are_named_with_a_remedy() -> None:
         step.run([pair(9, 3)])
     assert "x has shape (9, 4), expected (6, 4)" in str(caught.value)
     assert "make a plain number of a size: int(n), float(n), math.sqrt(n)" in str(caught.value)
+    assert "table[torch.arange(n)]" in str(caught.value)
     step.run([pair(4, 7), pair(6, 8)])
 
 
