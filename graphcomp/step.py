@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from graphcomp import backend as backends
 from graphcomp.call import BoundStep, Options, Ran
 from graphcomp.compat.reads import host_syncs
 from graphcomp.compiler import GraphCompiler, Specialisation
@@ -344,6 +345,7 @@ def compile_train_step(
             where=type(model).__name__,
             do="call requires_grad_() on what is to be trained",
         )
+    backends.get(plan.backend, options=plan.compile_options)  # the layout makes process groups: refused before that
     return CompiledStep(model, loss_fn, plan, make_layout(plan, model))
 
 
