@@ -1,6 +1,6 @@
 """What code needs of sizes known at run time only goes to where they are read, which checks it whenever it reads.
 
-h[mask] + others    ->    read_numbers(sum(mask), [%s0, %s1], "0 <= n0, n0 <= s0, n0 == s1")
+h[mask] + others    ->    read_sum(mask, [%s0, %s1], "0 <= n0 | n0 <= s0 | n0 == s1"), a line each
 """
 
 from __future__ import annotations
