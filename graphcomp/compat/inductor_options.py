@@ -26,6 +26,7 @@ _REFUSED = {
     "custom_partitioner_fn": _ELSEWHERE,
     "fx_wrapper": _ELSEWHERE,
     "keep_output_stride": _ELSEWHERE,
+    "pad_outputs": "what a program returns would have other strides than the programs that take it are compiled for",
     "use_pre_grad_passes": _ELSEWHERE,
     "add_pre_grad_passes": _ELSEWHERE,
     "remove_pre_grad_passes": _ELSEWHERE,

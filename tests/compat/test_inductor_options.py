@@ -41,6 +41,12 @@ END = "  (see docs/errors.md#planerror)"
             "  what to do: leave it out",
         ),
         (
+            {"pad_outputs": True},
+            "Inductor's option 'pad_outputs' cannot be set: what a program returns would have other strides than the "
+            "programs that take it are compiled for\n  where: Plan(compile_options={'pad_outputs': ...})\n"
+            "  what to do: leave it out",
+        ),
+        (
             {"aot_inductor.debug_compile": True},
             "Inductor's option 'aot_inductor.debug_compile' cannot be set: no program is compiled ahead of time\n"
             "  where: Plan(compile_options={'aot_inductor.debug_compile': ...})\n  what to do: leave it out",
@@ -59,7 +65,7 @@ END = "  (see docs/errors.md#planerror)"
             "  got: {'a_pass': {1: {2}}}",
         ),
     ],
-    ids=["unknown", "type", "draws", "graphs", "ahead of time", "elsewhere", "object"],
+    ids=["unknown", "type", "draws", "graphs", "padding", "ahead of time", "elsewhere", "object"],
 )
 def test_an_option_that_cannot_hold_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(PlanError) as caught:
