@@ -5,10 +5,12 @@ whole process; here they hold while a program is compiled.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from graphcomp.compat.reads import READS
 from graphcomp.errors import PlanError
 
 OWN: Mapping[str, Any] = {
@@ -86,14 +88,24 @@ def _is_plain(value: object) -> bool:
 def with_options(options: Mapping[str, Any]) -> Iterator[None]:
     """Within, programs are compiled with these options, and with those that they need.
 
-    Code that Inductor has kept on disk calls operators of ours by the names of their arguments: its key holds these.
+    Code that Inductor has kept on disk was made with this folder's corrections, and calls its operators: the key of
+    such code holds the folder's text.
     """
     from torch._inductor import config
-    from torch.compiler import config as cache
+    from torch.compiler import config as disk
 
-    tag = " ".join((cache.cache_key_tag, *(str(operator._schema) for operator in READS)))
-    with config.patch({**OWN, **options}), cache.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+    tag = f"{disk.cache_key_tag} {source_text(Path(__file__).parent)}"
+    with config.patch({**OWN, **options}), disk.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
         yield
+
+
+@cache
+def source_text(folder: Path) -> str:
+    """A digest of all Python files of a folder."""
+    seen = hashlib.sha256()
+    for file in sorted(folder.glob("*.py")):
+        seen.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
+    return seen.hexdigest()[:16]
 
 
 def options_text(options: Mapping[str, Any]) -> dict[str, str]:

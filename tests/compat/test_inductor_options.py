@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from torch._inductor import config
 from torch._inductor.codecache import FxGraphHashDetails
 
-from graphcomp.compat.inductor_options import OWN, check_options, options_text, with_options
-from graphcomp.compat.reads import READ_SUM
+from graphcomp.compat import corrected
+from graphcomp.compat.inductor_options import OWN, check_options, options_text, source_text, with_options
 from graphcomp.errors import PlanError
 
 END = "  (see docs/errors.md#planerror)"
@@ -101,14 +102,29 @@ def test_others_may_be_given_and_hold_within() -> None:
     assert config.max_autotune is outside
 
 
-def test_code_on_disk_is_of_the_operators_as_they_are() -> None:
-    """Kept code that gives an operator an argument of another name would fail."""
+def test_code_on_disk_is_of_the_corrections_as_they_are(tmp_path: Path) -> None:
+    """What an older release has left there may be wrong, or call operators by other arguments."""
     with torch.compiler.config.patch(cache_key_tag="a user's"):
         with with_options({}):
             tag = torch.compiler.config.cache_key_tag
             details: Any = FxGraphHashDetails(None, [], {}, [])
         assert torch.compiler.config.cache_key_tag == "a user's"
-    assert tag.startswith("a user's ") and str(READ_SUM._schema) in tag and details.cache_key_tag == tag
+    assert details.cache_key_tag == tag == f"a user's {source_text(Path(corrected.__file__).parent)}"
+    texts = {}
+    for name, files in {
+        "as it is": {"one.py": "a", "two.py": "b"},
+        "again": {"two.py": "b", "one.py": "a"},
+        "changed": {"one.py": "a", "two.py": "c"},
+        "moved": {"one.py": "ab", "two.py": ""},
+        "renamed": {"one.py": "a", "six.py": "b"},
+        "one more": {"one.py": "a", "two.py": "b", "three.py": ""},
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        for file, text in files.items():
+            (folder / file).write_text(text)
+        texts[name] = source_text(folder)
+    assert texts["as it is"] == texts["again"] and len(set(texts.values())) == 5
 
 
 def test_options_are_text_that_is_alike_in_every_process() -> None:
