@@ -28,7 +28,7 @@ from graphcomp.backend.layout import Layouts
 from graphcomp.compat.artifacts import PackedCode, pack, unpack
 from graphcomp.compat.grad_mode import runs_as_written
 from graphcomp.compat.inductor import CompiledCode, compile_graph, guards_since
-from graphcomp.compat.inductor_options import check_options
+from graphcomp.compat.inductor_options import check_options, writes_cpp
 from graphcomp.compat.symbols import fails_in_the_example, guard_count
 from graphcomp.errors import BackendError
 from graphcomp.ir import meta, spelling
@@ -137,6 +137,7 @@ def _group_names(program: Program, groups: Mapping[str, str]) -> tuple[str | Non
 
 
 def _compile(program: Program, groups: Mapping[str, str], options: Mapping[str, Any]) -> _Artifact:
+    _check_devices(program, options)
     symbols = _symbols(program)
     graph = program.copy().graph
     in_turn(graph)
@@ -152,6 +153,20 @@ def _compile(program: Program, groups: Mapping[str, str], options: Mapping[str, 
             do=f"see the cause below; {_way_out(options)}backend='eager' runs the same program without compiling",
         ) from error
     return _Artifact(code, program.fake_mode.shape_env, symbols, guards_since(program.fake_mode, 0, symbols))
+
+
+def _check_devices(program: Program, options: Mapping[str, Any]) -> None:
+    """Code in C++ around kernels of a device is tuned and loaded by other options, which nobody has tried here."""
+    tensors = (meta.tensor(node) for node in program.graph.nodes)
+    other = next((x.device for x in tensors if x is not None and x.device.type != "cpu"), None)
+    if other is not None and writes_cpp(options):
+        raise BackendError(
+            f"Inductor's option 'cpp_wrapper' is for programs on CPU, and program '{program.name}' is not",
+            where=f"program '{program.name}'",
+            expected="tensors on cpu",
+            got=f"one on {other}",
+            do="leave 'cpp_wrapper' out of Plan(compile_options=...), and out of torch._inductor.config",
+        )
 
 
 def _way_out(options: Mapping[str, Any]) -> str:

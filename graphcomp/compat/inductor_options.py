@@ -108,6 +108,13 @@ def source_text(folder: Path) -> str:
     return seen.hexdigest()[:16]
 
 
+def writes_cpp(options: Mapping[str, Any]) -> bool:
+    """Whether the code around the kernels will be in C++, by these options or those of the process."""
+    from torch._inductor import config
+
+    return bool(options.get("cpp_wrapper", config.cpp_wrapper))
+
+
 def options_text(options: Mapping[str, Any]) -> dict[str, str]:
     """All options that then hold, by name, as far as code depends on them."""
     from torch._inductor import config

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
+from torch._inductor import config
 
 from graphcomp import backend
 from graphcomp.backend import inductor as module
@@ -228,6 +229,25 @@ def test_the_code_around_the_kernels_in_cpp() -> None:
     for rows, columns in [(2, 9), (31, 3)]:
         inputs = [torch.randn(rows, columns), rows, columns, torch.tensor(2.0)]
         samples.equal(compiled(list(inputs)), boxed_callable(program)(list(inputs)), exactly=False)
+
+
+@pytest.mark.parametrize("by_plan", [True, False], ids=["plan", "process"])
+def test_that_code_is_for_the_cpu_alone(by_plan: bool) -> None:
+    """The program's tensors are fake: no such device is needed."""
+    b = Builder()
+    with b.mode:
+        x = torch.empty(4, 4, device="cuda")
+    y = b.call(aten.sin.default, b.input(Activation(0, 1, 0), x, "x"))
+    program = b.program({Activation(1, 2, 0): y}, "stage 1 forward", Level.STAGE)
+    chosen = backend.get("inductor", options={"cpp_wrapper": True} if by_plan else {})
+    with pytest.raises(BackendError) as caught, config.patch(cpp_wrapper=not by_plan):
+        chosen.compile(program)
+    assert str(caught.value) == (
+        "Inductor's option 'cpp_wrapper' is for programs on CPU, and program 'stage 1 forward' is not\n"
+        "  where: program 'stage 1 forward'\n  expected: tensors on cpu\n  got: one on cuda:0\n"
+        "  what to do: leave 'cpp_wrapper' out of Plan(compile_options=...), and out of torch._inductor.config\n"
+        "  (see docs/errors.md#backenderror)"
+    )
 
 
 def test_a_long_sum_asks_nothing_of_the_sizes() -> None:
