@@ -26,8 +26,9 @@ from graphcomp.ir.pickling import from_bytes, to_bytes
 from graphcomp.ir.sizes import Sizes
 from graphcomp.plan import AXES, Plan
 
-_NOT_IN_PROGRAMS = ("mesh", "max_programs", "deadline", "quiet", "check_finite")
-"""Options of a plan that no program depends on; the mesh is spelled by its axes."""
+_NOT_IN_PROGRAMS = ("mesh", "max_programs", "deadline", "quiet", "check_finite", "compile_options")
+"""Options of a plan that no program depends on, and those that are spelled otherwise: the mesh by its axes, and options
+of Inductor, whoever sets them, each by its name."""
 
 
 @dataclass(frozen=True)

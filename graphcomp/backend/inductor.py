@@ -93,7 +93,7 @@ class InductorBackend:
                 conditions = _carry_over(artifact, program)
                 if conditions is not None and not any(fails_in_the_example(program.fake_mode, c) for c in conditions):
                     self.reused += 1
-                    known[place] = artifact = _unpacked(artifact, program)
+                    known[place] = artifact = _unpacked(artifact, program, self.options)
                     return self._done(program, artifact, conditions, begin, reused=True)
             self._tell(Progress(program.name, "started"))
             before = guard_count(program.fake_mode)
@@ -173,12 +173,12 @@ def _way_out(options: Mapping[str, Any]) -> str:
     return f"leave out compile_options={dict(options)}; " if options else ""
 
 
-def _unpacked(artifact: _Artifact, program: Program) -> _Artifact:
+def _unpacked(artifact: _Artifact, program: Program, options: Mapping[str, Any]) -> _Artifact:
     if not isinstance(artifact.code, PackedCode):
         return artifact
     inputs = [meta.value(node) for node in program.placeholders]
     with as_written():
-        return replace(artifact, code=unpack(artifact.code, inputs, program.fake_mode))
+        return replace(artifact, code=unpack(artifact.code, inputs, program.fake_mode, options))
 
 
 def _code(program: Program, graph: Graph, options: Mapping[str, Any]) -> Boxed | CompiledCode:

@@ -20,13 +20,10 @@ from graphcomp.compat.symbols import FakeTensorMode
 
 @dataclass(frozen=True)
 class PackedCode:
-    """graph: Inductor's own object, pickled. files: the shared objects it loads, by their place in its cache folder.
-    options: what it was compiled with.
-    """
+    """graph: Inductor's own object, pickled. files: the shared objects it loads, by their place in its cache folder."""
 
     graph: bytes
     files: tuple[tuple[str, bytes], ...]
-    options: Mapping[str, Any]
 
 
 def pack(code: CompiledCode) -> PackedCode:
@@ -34,11 +31,13 @@ def pack(code: CompiledCode) -> PackedCode:
     graph = copy.copy(code.graph)
     graph.prepare_for_serialization()
     files = {path: (_folder() / path).read_bytes() for path in _objects(graph.cache_key)}
-    return PackedCode(pickle.dumps(graph), tuple(sorted(files.items())), code.options)
+    return PackedCode(pickle.dumps(graph), tuple(sorted(files.items())))
 
 
-def unpack(packed: PackedCode, inputs: Sequence[Any], mode: FakeTensorMode) -> CompiledCode:
-    """inputs: fake, as for compiling. Files that Inductor's cache folder has already stay as they are."""
+def unpack(
+    packed: PackedCode, inputs: Sequence[Any], mode: FakeTensorMode, options: Mapping[str, Any] | None = None
+) -> CompiledCode:
+    """inputs, options: as for compiling. Files that Inductor's cache folder has already stay as they are."""
     from torch._guards import TracingContext, tracing
     from torch._inductor.codecache import FxGraphCache
     from torch._inductor.output_code import CompiledFxGraphConstants
@@ -53,13 +52,13 @@ def unpack(packed: PackedCode, inputs: Sequence[Any], mode: FakeTensorMode) -> C
             part.chmod(0o755)
             part.replace(target)
     graph = pickle.loads(packed.graph)
-    with tracing(TracingContext(mode)), with_options(packed.options), V.set_fake_mode(mode):
+    with tracing(TracingContext(mode)), with_options(options or {}), V.set_fake_mode(mode):
         constants = CompiledFxGraphConstants()
         loaded, _ = FxGraphCache.cache_hit_post_compile(graph, {}, constants)
         if loaded is None:
             raise OSError(f"the code of {graph.cache_key} cannot be read back from {_folder()}")
         loaded.post_compile(list(inputs), constants, loaded.fx_kwargs)
-    return CompiledCode(callable_of(loaded), loaded, packed.options)
+    return CompiledCode(callable_of(loaded), loaded)
 
 
 def _folder() -> Path:

@@ -25,13 +25,10 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 
 @dataclass(frozen=True)
 class CompiledCode:
-    """call: the code itself, below all wrappers. graph: Inductor's object, from which it can be written to a file.
-    options: what it was compiled with.
-    """
+    """call: the code itself, below all wrappers. graph: Inductor's object, from which it can be written to a file."""
 
     call: Boxed
     graph: Any
-    options: Mapping[str, Any]
 
     def __call__(self, box: list[Any]) -> Sequence[Any]:
         return self.call(box)
@@ -72,7 +69,7 @@ def compile_graph(
         output.meta["user_visible_output_idxs"] = visible
         with ask_nothing(), corrected():
             compiled: Any = compile_fx_inner(module, list(inputs), is_inference=True, cpp_wrapper=config.cpp_wrapper)
-    return CompiledCode(callable_of(compiled), compiled, options or {})
+    return CompiledCode(callable_of(compiled), compiled)
 
 
 def callable_of(compiled: Any) -> Boxed:

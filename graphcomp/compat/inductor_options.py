@@ -38,7 +38,7 @@ _REFUSED_BEGINNINGS = {
     "freezing": _ELSEWHERE,
     "pre_grad_": _ELSEWHERE,
 }
-_OF_THE_COMPILER = ("compile_threads", "worker_", "quiesce_", "cpp.cxx", "trace.", "log_", "debug_")
+_OF_THE_COMPILER = ("compile_threads", "worker_", "quiesce_", "cpp.cxx", "trace.", "log_")
 """How it works, not what it makes."""
 
 
@@ -120,7 +120,7 @@ def options_text(options: Mapping[str, Any]) -> dict[str, str]:
     from torch._inductor import config
 
     with with_options(options):
-        found: dict[str, Any] = config.save_config_portable()
+        found: dict[str, Any] = config.save_config_portable(ignore_private_configs=False)
     return {name: _text(value) for name, value in sorted(found.items()) if not name.startswith(_OF_THE_COMPILER)}
 
 

@@ -28,7 +28,7 @@ def test_code_comes_back_with_its_shared_objects(
     assert packed.files and all(path.endswith(".so") for path, _ in packed.files)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with as_written():
-        code = unpack(packed, [x.shape[0], x], mode)
+        code = unpack(packed, [x.shape[0], x], mode, options)
         value = torch.randn(9, 4)
         box = [9, value]
         (found,) = code(box)

@@ -166,6 +166,27 @@ def test_versions_and_threads_are_in_the_key(tmp_path: Path, monkeypatch: pytest
     assert any("Inductor" in name for name in stored.key_of(gc.Plan(), torch.device("cpu"), 0, net()))
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "code_depends"),
+    [
+        ("max_autotune", True, True),
+        ("max_autotune", False, False),  # as it is
+        ("_micro_pipeline_tp", True, True),
+        ("debug_index_asserts", True, True),
+        ("compile_threads", 7, False),
+        ("trace.enabled", True, False),
+    ],
+)
+def test_options_of_inductor_are_in_the_key_as_far_as_code_depends_on_them(
+    option: str, value: object, code_depends: bool
+) -> None:
+    before, after = (
+        stored.key_of(gc.Plan(compile_options=given), torch.device("cpu"), 0, net()) for given in ({}, {option: value})
+    )
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    assert changed == [f"option '{option}' of Inductor"] * code_depends
+
+
 def test_missing_and_damaged_files(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="there are no saved programs"):
         gc.load(tmp_path, net(), loss_fn, plan=EAGER)
