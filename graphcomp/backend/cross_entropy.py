@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # as torch numbers the reductions
 
 
-def spell_out_cross_entropy(graph: Graph) -> int:
+def drop_class_sum(graph: Graph) -> int:
     """Change a graph that is about to be compiled; returns how many gradients it has rewritten."""
     found = 0
     for node in list(graph.nodes):
@@ -34,12 +34,17 @@ def spell_out_cross_entropy(graph: Graph) -> int:
 
 
 def _applies(node: Node) -> bool:
-    """Labels of rows [n, classes] without weights of classes, in a dtype that is not rounded on the way."""
+    """Labels of rows [n, classes] without weights of classes, in a dtype that is not rounded on the way.
+
+    Labels in bytes are left alone: among them no label is -100, and a comparison with it would find 156.
+    """
     given = arguments(node)
     loss, scores = given["grad_output"], meta.tensor(given["output"])
     if loss.target is not _aten.nll_loss_backward.default or arguments(loss)["weight"] is not None or scores is None:
         return False
-    grown = meta.tensor(loss)
+    grown, labels = meta.tensor(loss), meta.tensor(arguments(loss)["target"])
+    if labels is None or labels.dtype != torch.int64:
+        return False
     dtypes = {scores.dtype, given["input_dtype"], grown.dtype if grown is not None else None}
     return scores.dim() == 2 and given["dim"] in (1, -1) and len(dtypes) == 1 and scores.dtype.itemsize >= 4
 

@@ -21,7 +21,7 @@ from torch.fx import Graph
 
 from graphcomp.backend.base import Boxed, Compiled, Listener, Progress
 from graphcomp.backend.chunks import in_turn
-from graphcomp.backend.cross_entropy import spell_out_cross_entropy
+from graphcomp.backend.cross_entropy import drop_class_sum
 from graphcomp.backend.embeddings import scatter_embeddings
 from graphcomp.backend.functions import compilable
 from graphcomp.backend.layout import Layouts
@@ -186,7 +186,7 @@ def _code(program: Program, graph: Graph, options: Mapping[str, Any]) -> Boxed |
     if not program.calls():  # nothing to compile, and Inductor would keep the list
         return boxed_callable(in_place(program))
     scatter_embeddings(graph)
-    spell_out_cross_entropy(graph)
+    drop_class_sum(graph)
     module = compilable(graph)
     inputs = [meta.value(node) for node in program.placeholders]
     with as_written():
