@@ -16,7 +16,7 @@ from graphcomp.compat.corrected import corrected
 from graphcomp.compat.decompositions import inductor_table, trace_with
 from graphcomp.compat.inductor_options import with_options
 from graphcomp.compat.onednn import use_onednn
-from graphcomp.compat.sums import write_sums
+from graphcomp.compat.sums import products_in_place, write_sums
 from graphcomp.compat.symbols import FakeTensorMode
 from graphcomp.compat.undecided import ask_nothing
 
@@ -67,7 +67,7 @@ def compile_graph(
         results: Any = output.args[0]
         visible = [place for place, node in enumerate(results) if isinstance(node, Node)]
         output.meta["user_visible_output_idxs"] = visible
-        with ask_nothing(), corrected():
+        with ask_nothing(), corrected(), products_in_place():
             compiled: Any = compile_fx_inner(module, list(inputs), is_inference=True, cpp_wrapper=config.cpp_wrapper)
     return CompiledCode(callable_of(compiled), compiled)
 

@@ -12,9 +12,9 @@ weight is as large as the weight. Anything else is copied, which Inductor makes 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ def write_sums(graph: Graph, written: Sequence[tuple[int, int]]) -> None:
 
     A write stands right behind what is written: there Inductor writes, and lets go of what it has added.
     """
-    _let_through()
     output = graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     placeholders = graph.find_nodes(op="placeholder")
@@ -43,16 +42,21 @@ def write_sums(graph: Graph, written: Sequence[tuple[int, int]]) -> None:
     graph.eliminate_dead_code()
 
 
-@cache
-def _let_through() -> None:
-    """Have Inductor call the in-place product as it is. It would by itself, but not where the variable CI is set: there
-    it insists on the decomposition, which is out of place. Code in C++ calls it through torch's dispatcher, as there is
-    no shorter way, and Inductor would warn of each call."""
+@contextlib.contextmanager
+def products_in_place() -> Iterator[None]:
+    """Within, Inductor calls the in-place product as it is. It would by itself, but not where the variable CI is set:
+    there it insists on the decomposition, which is out of place. Code in C++ calls it through torch's dispatcher, as
+    there is no shorter way, and Inductor would warn of each call."""
     from torch._inductor.lowering import lowerings, make_fallback
 
-    logging.getLogger("torch._inductor.ir").addFilter(_is_of_another_operator)
     if aten.addmm_.default not in lowerings:
         make_fallback(aten.addmm_.default, warn=False)
+    log = logging.getLogger("torch._inductor.ir")
+    log.addFilter(_is_of_another_operator)
+    try:
+        yield
+    finally:
+        log.removeFilter(_is_of_another_operator)
 
 
 def _is_of_another_operator(record: logging.LogRecord) -> bool:
