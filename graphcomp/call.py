@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -27,14 +28,20 @@ class Options:
     loss_scale: float = 1.0
     tokens: tuple[str, ...] = ()
     """The losses whose denominators the caller gives."""
+    amounts: tuple[float | None, ...] = ()
+    """These denominators, as far as the host can see them without waiting for a device."""
     fractions: tuple[str, ...] = ()
-    """Those of them that are given as floats."""
+    """Those of the losses whose denominators are given as floats."""
     holds: bool = False
     """Gradients are handed to the caller, not written."""
     inspects: bool = False
     """Before anything is written, hooks are run or values looked at, which may stop the step on all ranks."""
-    runs: bool = True
-    """False: it is prepared, or its tokens are counted, and no parameter is read."""
+    stops: Literal["", "prepared", "counted"] = ""
+    """What is done when it is prepared, or its tokens are counted; then no parameter is read."""
+
+    @property
+    def runs(self) -> bool:
+        return not self.stops
 
     @property
     def keeps(self) -> bool:
@@ -43,20 +50,26 @@ class Options:
     @property
     def numbers(self) -> tuple[float, ...]:
         """The same in numbers that are alike in every process."""
-        names = number_of(repr((self.tokens, self.fractions))) if self.tokens else 0
-        return self.training, self.inspects, ("none", "local", "all").index(self.outputs), self.loss_scale, names
+        given = number_of(repr((self.tokens, self.amounts, self.fractions))) if self.tokens else 0
+        scale = number_of(repr(self.loss_scale)) if self.loss_scale != 1 else 0  # Python's hash is of -1.0 as of -2.0
+        outputs = ("none", "local", "all").index(self.outputs)
+        return self.training, self.holds, len(self.stops), self.inspects, outputs, scale, given
 
     def __str__(self) -> str:
-        words = [f"{'a training' if self.training else 'an evaluation'} step", f"outputs={self.outputs!r}"]
-        words += [f"loss_scale={self.loss_scale}", f"tokens of {self.tokens}"]
+        kind = "a training" if self.training else "an evaluation"
+        words = [f"{kind} step" + f", {self.stops} only" * bool(self.stops), f"outputs={self.outputs!r}"]
+        words += [f"loss_scale={self.loss_scale}", f"tokens {dict(zip(self.tokens, self.amounts, strict=True))}"]
         words += [f"as floats of {self.fractions}"] if self.fractions else []
+        words += ["its gradients held"] if self.holds else []
         words += ["with hooks or check_finite"] if self.inspects else []
         return ", ".join(words)
 
     def given(self, tokens: Mapping[str, torch.Tensor]) -> Options:
         """The same, with these denominators."""
-        fractions = sorted(name for name, value in tokens.items() if value.is_floating_point())
-        return replace(self, tokens=tuple(sorted(tokens)), fractions=tuple(fractions))
+        names = tuple(sorted(tokens))
+        amounts = tuple(tokens[name].item() if tokens[name].is_cpu else None for name in names)
+        fractions = tuple(name for name in names if tokens[name].is_floating_point())
+        return replace(self, tokens=names, amounts=amounts, fractions=fractions)
 
 
 @dataclass(frozen=True)

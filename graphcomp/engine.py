@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from graphcomp.compiler import GraphCompiler
 from graphcomp.dataparallel.rows import padded_rows
 from graphcomp.dispatch import Bound, Dispatcher, as_microbatches
 from graphcomp.ending import Ending
-from graphcomp.errors import AgreementError, StepError
+from graphcomp.errors import AgreementError, GraphcompError, StepError
 from graphcomp.ir.randomness import step_seeds
 from graphcomp.owned import Owned
 from graphcomp.prepare import Key, Preparation, Prepared, key_of
@@ -63,6 +63,18 @@ class Engine:
         self.require_usable()
         self.progress.begin("preparing the step")
         return self.failures.guarded(lambda: self._bind(dispatcher, given, options), self.agreement.known)
+
+    def refuse(self, error: GraphcompError) -> NoReturn:
+        """Raise the error of a call that this rank cannot make, when the others, who come to it, have been told."""
+        self.require_usable()
+        self.progress.begin("preparing the step")
+
+        def tell() -> None:
+            self.agreement.compare(Intent(), error)
+            raise error
+
+        self.failures.guarded(tell, self.agreement.known)
+        raise error
 
     def _bind(self, dispatcher: Dispatcher, given: Sequence[Iterable[Any]], options: Options) -> BoundStep:
         batches: list[list[Any]] | None = None

@@ -21,7 +21,7 @@ from graphcomp.compat.reads import host_syncs
 from graphcomp.compiler import GraphCompiler, Specialisation
 from graphcomp.dispatch import Dispatcher
 from graphcomp.engine import Engine
-from graphcomp.errors import ArtifactError, PlanError, StepError
+from graphcomp.errors import ArtifactError, GraphcompError, PlanError, StepError
 from graphcomp.plan import Plan
 from graphcomp.prepare import Prepared
 from graphcomp.runtime.ranks.layout import Layout, check_layout, make_layout
@@ -71,7 +71,7 @@ class CompiledStep:
 
     def compile(self, example: Any) -> None:
         """Capture and compile for microbatches like `example`, without running a step. All ranks must call it."""
-        self._bind([example], Options(runs=False))
+        self._bind([example], Options(stops="prepared"))
 
     def materialize(self, init: Initialiser | None = None, *, seed: int = 0) -> None:
         """Give memory and first values to what this rank owns of a model that was built on the meta device.
@@ -108,9 +108,8 @@ class CompiledStep:
         Nothing is changed if it raises, unless the error says otherwise. Raises BatchError, GuardError, CaptureError,
         StepError, and whatever the model's own code raises; RankFailure if that was on another rank.
         """
-        given = _denominators(tokens or {})
-        options = Options(True, outputs, loss_scale, inspects=self._inspects).given(given)
-        return self._run(microbatches, options, given).result
+        options = Options(True, outputs, loss_scale, inspects=self._inspects)
+        return self._run(microbatches, options, tokens or {}).result
 
     def hold(self, microbatches: Iterable[Any], outputs: Outputs = "none") -> HeldStep:
         """A step that keeps its gradients until `deposit()`, which adds them to `.grad`. Buffers are written as ever.
@@ -141,7 +140,7 @@ class CompiledStep:
 
         For a mean loss: the number of microbatches. 0-dim tensors by loss name, lazy. All ranks must call it.
         """
-        return dict(self.engine.count(self._bind(microbatches, Options(runs=False))).tokens)
+        return dict(self.engine.count(self._bind(microbatches, Options(stops="counted"))).tokens)
 
     def evaluate(self, microbatches: Iterable[Any], outputs: Outputs = "none") -> StepResult:
         """Forward and loss only, in eval mode.
@@ -269,22 +268,17 @@ class CompiledStep:
     def _key(self) -> dict[str, str]:
         return key_of(self.plan, self.layout.device, self.rank or 0, self.model)
 
-    def _run(self, microbatches: Iterable[Any], options: Options, tokens: Mapping[str, torch.Tensor]) -> Ran:
-        if options.training and not torch.is_grad_enabled():
-            raise StepError(
-                "a training step was called under no_grad",
-                do="call step.evaluate(microbatches) to evaluate, or leave the no_grad block",
-            )
-        scale = options.loss_scale
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
-            raise PlanError("loss_scale is a finite number", got=repr(scale), do="read a tensor with float() first")
-        if options.outputs not in _OUTPUTS:
-            raise PlanError(f"unknown outputs={options.outputs!r}", expected=", ".join(map(repr, _OUTPUTS)))
+    def _run(self, microbatches: Iterable[Any], options: Options, tokens: Mapping[str, Any]) -> Ran:
+        try:
+            _check(options)
+            given = _denominators(tokens)
+        except GraphcompError as error:
+            self.engine.refuse(error)
         stats = self.stats
         looking = Looking(stats.steps, tuple(self._hooks.values()))
         before = host_syncs()
-        bound = self._bind(microbatches, options)
-        ran = self.engine.run(bound, tokens, looking)
+        bound = self._bind(microbatches, options.given(given))
+        ran = self.engine.run(bound, given, looking)
         stats.host_syncs = host_syncs() - before
         stats.steps += options.training
         stats.messages, stats.bytes_sent, stats.collectives = ran.messages, ran.bytes_sent, ran.collectives
@@ -304,6 +298,20 @@ class CompiledStep:
             self.engine.require_usable()
             raise StepError("nothing is compiled yet", do="run a step, or call step.compile(example) first")
         return self._prepared
+
+
+def _check(options: Options) -> None:
+    """Raise PlanError, or StepError, for a call that cannot be meant."""
+    if options.training and not torch.is_grad_enabled():
+        raise StepError(
+            "a training step was called under no_grad",
+            do="call step.evaluate(microbatches) to evaluate, or leave the no_grad block",
+        )
+    scale = options.loss_scale
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise PlanError("loss_scale is a finite number", got=repr(scale), do="read a tensor with float() first")
+    if options.outputs not in _OUTPUTS:
+        raise PlanError(f"unknown outputs={options.outputs!r}", expected=", ".join(map(repr, _OUTPUTS)))
 
 
 def _denominators(tokens: Mapping[str, Any]) -> dict[str, torch.Tensor]:

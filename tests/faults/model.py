@@ -61,12 +61,13 @@ class Armed:
         self.trap = Trap()
 
     def install(self) -> None:
-        """Pass "send", "receive", "close" and "reduce" too. For a process of its own."""
+        """Pass "compare", "send", "receive", "close" and "reduce" too. For a process of its own."""
         for owner, name, place in (
             (transport.ProcessTransport, "send", "send"),
             (transport._ProcessReceive, "wait", "receive"),
             (dist, "all_reduce", "close"),
             (ChainOfRanks, "add", "close"),
+            (ChainOfRanks, "gather", "compare"),
         ):
             setattr(owner, name, self._passing(getattr(owner, name), place))
         make = step_calls._step_call

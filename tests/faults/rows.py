@@ -53,6 +53,9 @@ ROWS = (
     Row("trace", 2, "microbatch 0", later=True),
     Row("trace", 3, "microbatch 0", **SQUARE),
     Row("trace", 1, "preparing the step, microbatch 0", what="interrupt", later=True),
+    # What ranks compare before a step.
+    Row("compare", 1, "preparing the step", later=True),
+    Row("compare", 2, "preparing the step", what="interrupt", later=True),
     # While the tokens are counted.
     Row("count", 1, "counting tokens, microbatch 1", number=2),
     Row("count", 0, "counting tokens, microbatch 0", later=True, **SQUARE),
@@ -88,6 +91,7 @@ ROWS = (
     # A process that is killed.
     Row("F0", 0, "", what="kill", later=True),
     Row("B1", 1, "", what="kill"),
+    Row("compare", 1, "", what="kill", later=True),
     Row("F1", 3, "", what="kill", later=True, **SQUARE),
     # A rank that does not come.
     Row("F0", 0, "", number=2, what="stall"),

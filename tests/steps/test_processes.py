@@ -359,6 +359,14 @@ def failures(rank: int) -> dict[str, Any]:
     found["scale"] = refused(step, good, loss_scale=1.0 + rank)
     found["outputs"] = refused(step, good, outputs=("none", "all")[rank])
     found["mode"] = refused(step if rank == 0 else step.evaluate, good)
+    found["negative"] = refused(step, good, loss_scale=-1.0 - rank)  # of which Python's hashes are equal
+    found["tokens"] = refused(step, good, tokens={"loss": 3 + rank})
+    found["counted"] = refused(step if rank == 0 else step.count, good)
+    found["prepared"] = refused(step.count, good[:1]) if rank == 0 else refused(step.compile, good[0])
+    found["held"] = refused(step if rank == 0 else step.hold, good)
+    found["argument"] = refused(step, good, outputs="none" if rank == 0 else "every")
+    with torch.set_grad_enabled(rank == 0):
+        found["grad mode"] = refused(step, good)
     found["kept"] = all(torch.equal(dict(step.named_parameters())[key].grad, grad) for key, grad in kept.items())
     found["again"] = step(good).loss.item()
     deeper = type(model)(blocks=2 + rank)
@@ -376,6 +384,8 @@ def test_failures_and_disagreements_reach_every_rank() -> None:
     told = "RankFailure: rank 1 could not take part in the step\n  where: rank 1, stage 1\n  got: "
     assert first["tracing"].startswith(told)
     assert "KeyError: 'only here'" in first["tracing"] and second["tracing"] == "KeyError: 'only here'"
+    for key, error in (("argument", "PlanError: unknown outputs='every'"), ("grad mode", "StepError: a training step")):
+        assert first[key].startswith(told) and error in first[key] and second[key].startswith(error)
     assert "BatchError: a step takes a list" in first["single"] and second["single"].startswith("BatchError: a step")
     assert first["untouched"] == second["untouched"][:1] + first["untouched"][1:] and first["untouched"][0] == []
     assert first["loss"] == second["loss"] == first["again"] == second["again"]
@@ -387,6 +397,11 @@ def test_failures_and_disagreements_reach_every_rank() -> None:
         "scale": ("loss_scale=1.0", "loss_scale=2.0"),
         "outputs": ("outputs='none'", "outputs='all'"),
         "mode": ("a training step", "an evaluation step"),
+        "negative": ("loss_scale=-1.0", "loss_scale=-2.0"),
+        "tokens": ("tokens {'loss': 3}", "tokens {'loss': 4}"),
+        "counted": ("a training step, outputs", "a training step, counted only"),
+        "prepared": ("counted only", "prepared only"),
+        "held": ("a training step", "its gradients held"),
         "model": ("", ""),
     }
     for key, texts in expected.items():

@@ -13,10 +13,10 @@ from graphcomp.runtime.program.channel import Channel
 class Chain:
     """A rank's place in it: channels to the ranks before and after it in the pipeline; None at the ends.
 
-    Every rank calls the same methods in the same order, when no other receive is under way: channels are those that
-    small activations and gradients take. Tensors are dense and on CPU, of equal shapes on all ranks. Sums go up to the
-    first rank, and from there down again: nobody has a result before all have given their part, and all have the same
-    bits.
+    Every rank calls the same methods in the same order. Nothing else goes over these channels, so that what a rank says
+    in a call that the others do not make is never taken for an activation. Tensors are dense and on CPU, of equal
+    shapes on all ranks. Sums go up to the first rank, and from there down again: nobody has a result before all have
+    given their part, and all have the same bits.
     """
 
     place: int

@@ -33,11 +33,11 @@ class Layout:
 
     down, up: groups for activations and for gradients. down_back, up_back: where a rank holds several stages, for those
     that go to a lower and to a higher rank. channels: to the neighbours on this machine, by their rank in the pipeline:
-    one that stands for down and up, and where there are those another for down_back and up_back. chain: of the
-    pipeline, over channels. closing: of the pipeline, for the closing exchange. data: the ranks that hold the same in
-    every data rank; data_axis: what programs call it; data_mesh: the same as a mesh of one axis. tensor: the tensor
-    ranks. side: gloo, all ranks of the job, for host-side agreement. grid: of all ranks, as places in `side`. None
-    where there is nobody to talk to, or no way.
+    one that stands for down and up, where there are those another for down_back and up_back, and a last one for the
+    chain. chain: of the pipeline. closing: of the pipeline, for the closing exchange. data: the ranks that hold the
+    same in every data rank; data_axis: what programs call it; data_mesh: the same as a mesh of one axis. tensor: the
+    tensor ranks. side: gloo, all ranks of the job, for host-side agreement. grid: of all ranks, as places in `side`.
+    None where there is nobody to talk to, or no way.
     """
 
     rank: int
@@ -200,7 +200,7 @@ def make_layout(plan: Plan, model: nn.Module) -> Layout:
         down_back=down_back,
         up_back=up_back,
         channels=channels,
-        chain=_chain(rank, ranks, channels, side),
+        chain=_chain(rank, ranks, channels, side) if device.type == "cpu" else None,
         closing=closing,
         side=side,
         data=_own_group(grid.along(grid.data_axis), limit),
@@ -239,7 +239,7 @@ def channels_of(
 
     beside = {(rank + by) % len(ranks) for by in (-1, 1)} - {rank}
     places = {ranks[other]: other for other in beside}
-    found = connect(ranks[rank], sorted(places), min(each, 2), partial(_exchange, side)) if places else {}
+    found = connect(ranks[rank], sorted(places), min(each, 2) + 1, partial(_exchange, side)) if places else {}
     return {places[peer]: [Channel(one, peer, deadline) for one in ends] for peer, ends in found.items()}
 
 
@@ -251,7 +251,7 @@ def _chain(
     connected = _exchange(side, bool(beside) and beside <= channels.keys())
     if not all(connected[other] for other in ranks):
         return None
-    before, after = (channels[other][0] if other in beside else None for other in (rank - 1, rank + 1))
+    before, after = (channels[other][-1] if other in beside else None for other in (rank - 1, rank + 1))
     return Chain(rank, before, after, len(ranks))
 
 
