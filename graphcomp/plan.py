@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +25,25 @@ DATA_AXES = ("dp", "cp")
 """Over whose ranks a step adds up losses, counts and gradients."""
 JOINED = "dp_cp"
 """What programs call both of them together."""
+
+
+class _Options(Mapping[str, Any]):
+    """Options by name, read-only. Sorted, so that equal ones are equal as text."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._items = dict(sorted(given.items(), key=lambda item: item[0]))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._items[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __repr__(self) -> str:
+        return repr(self._items)
 
 
 @dataclass(frozen=True)
@@ -147,8 +166,7 @@ class Plan:
         options = {name.replace("-", "_"): value for name, value in given.items()}
         if len(options) < len(given):
             raise PlanError("Plan(compile_options=...) has one option twice, with '-' and with '_'", got=repr(given))
-        # Sorted, so that equal plans are equal as text.
-        object.__setattr__(self, "compile_options", dict(sorted(options.items(), key=lambda item: item[0])))
+        object.__setattr__(self, "compile_options", _Options(options))
 
     def _check_mesh(self) -> None:
         if not hasattr(self.mesh, "mesh_dim_names"):

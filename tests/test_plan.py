@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import FrozenInstanceError, dataclass, fields
+import pickle
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -250,6 +251,18 @@ def test_equal_plans_are_equal_as_text_and_by_hash() -> None:
     second = gc.Plan(compile_options={"cpp_wrapper": True, "max_autotune": True, "cpp.threads": 1})
     assert first == second and repr(first) == repr(second) and hash(first) == hash(second)
     assert gc.Plan() != first
+
+
+def test_options_of_inductor_stay_as_they_were_checked() -> None:
+    given = {"max_autotune": True}
+    made = gc.Plan(compile_options=given)
+    given["max_autotune"] = False
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        made.compile_options["max_autotune"] = False  # type: ignore[index]
+    assert not hasattr(made.compile_options, "update")
+    assert made.compile_options == {"max_autotune": True} and repr(made.compile_options) == "{'max_autotune': True}"
+    for same in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made), replace(made, quiet=False)):
+        assert same == made and repr(same) == repr(made)
 
 
 def test_the_number_of_stages_follows_from_what_is_given() -> None:
