@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
@@ -240,7 +241,17 @@ def channels_of(
     beside = {(rank + by) % len(ranks) for by in (-1, 1)} - {rank}
     places = {ranks[other]: other for other in beside}
     found = connect(ranks[rank], sorted(places), min(each, 2) + 1, partial(_exchange, side)) if places else {}
-    return {places[peer]: [Channel(one, peer, deadline) for one in ends] for peer, ends in found.items()}
+    awake = _AWAKE if dist.get_world_size(side) <= _cores() else 0.0  # else another rank needs the core
+    return {places[peer]: [Channel(one, peer, deadline, awake) for one in ends] for peer, ends in found.items()}
+
+
+_AWAKE = 50e-6
+"""Seconds. It is 4 % of a step of stages that take 0.4 ms; more seconds gain no more."""
+
+
+def _cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _chain(

@@ -26,18 +26,18 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8,
 MEGABYTE = 1 << 20
 
 
-def pair(deadline: float = 30.0, room: int | None = None) -> tuple[Channel, Channel]:
+def pair(deadline: float = 30.0, room: int | None = None, awake: float = 0.0) -> tuple[Channel, Channel]:
     """Both ends. room: bytes that the kernel keeps for each, as few as it lets one have."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     for end in ends if room else ():
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room or 0)
-    one, two = (Channel(end, peer, deadline) for end, peer in zip(ends, (1, 0), strict=True))
+    one, two = (Channel(end, peer, deadline, awake) for end, peer in zip(ends, (1, 0), strict=True))
     return one, two
 
 
-@pytest.fixture
-def ends() -> Iterator[tuple[Channel, Channel]]:
-    made = pair()
+@pytest.fixture(params=[0.0, 30.0], ids=["asleep", "awake"])
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Channel, Channel]]:
+    made = pair(awake=request.param)
     yield made
     for one in made:
         one.close()
@@ -205,8 +205,9 @@ def test_closing_ends_a_wait(ends: tuple[Channel, Channel], closing: int) -> Non
     timer.join()
 
 
-def test_a_peer_that_does_not_come() -> None:
-    one, two = pair(deadline=0.2)
+@pytest.mark.parametrize("awake", [0.0, 0.1, 30.0])
+def test_a_peer_that_does_not_come(awake: float) -> None:
+    one, two = pair(deadline=0.2, awake=awake)
     one.send([torch.ones(1)])
     begun = time.monotonic()
     with pytest.raises(PeerLate, match="Timed out waiting 200ms for a message from rank 0"):
