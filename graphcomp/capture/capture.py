@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 from graphcomp import losses as loss_rules
 from graphcomp.capture.batch import BatchSpec, arguments, describe, plain, prepares_batches
+from graphcomp.capture.checks import CHECKS, check_kept, leave_out_profiling
 from graphcomp.capture.communication import normalize_collectives, require_functional
 from graphcomp.capture.contents import FUNCTIONS, RULES, contents_read_once
 from graphcomp.capture.fields import Fields
@@ -139,13 +140,14 @@ def capture(
 
     with _TRACING, unchanged_model(model), explained(model, labels), mode, knowing_splits(), _tensor_parallel():
         with contents_read_once():
-            module = trace(function, (state.fakes, list(leaves.values())), is_user_file, RULES, FUNCTIONS)
+            module = trace(function, (state.fakes, list(leaves.values())), is_user_file, RULES | CHECKS, FUNCTIONS)
         require_functional(module.graph)
     roles = [*state.roles, *(role.BatchLeaf(path) for path in leaves)]
     program, captured = _normalize(module, roles, results.roles, mode, leaves, Reachable(model, loss_fn, training))
     groups = normalize_collectives(program.graph, mesh)
     check_random_backward(program)
     check_devices(program)
+    check_kept(program)
     kept = [
         replace(x, formula=expression(mode, x.formula)) if isinstance(x, Number) else x for x in results.output_leaves
     ]
@@ -277,6 +279,7 @@ def _normalize(
     reachable: Reachable,
 ) -> tuple[Program, dict[str, Captured]]:
     """From make_fx's graph to a program: outside values become inputs with roles, sizes are lifted."""
+    leave_out_profiling(module.graph)
     check_functions(module)
     take_up(module)
     graph = module.graph

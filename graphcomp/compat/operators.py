@@ -6,10 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._library.utils import is_impure
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["CAST", "HigherOrderOperator", "OpOverload", "argument_names", "flop_formula", "is_mutable", "target_name"]
+__all__ = [
+    "CAST",
+    "HigherOrderOperator",
+    "OpOverload",
+    "argument_names",
+    "flop_formula",
+    "is_kept_by_torch",
+    "is_mutable",
+    "returns_nothing",
+    "target_name",
+]
 
 CAST = torch.ops.aten._to_copy
 """Another dtype, device or memory format."""
@@ -40,6 +51,16 @@ def is_mutable(target: OpOverload) -> bool:
     """Whether the operator's schema says that it writes to an argument."""
     schema: Any = target._schema
     return bool(schema.is_mutable)
+
+
+def returns_nothing(target: object) -> bool:
+    """Whether a call of an operator neither yields nor writes anything: it checks, or acts outside of the program."""
+    return isinstance(target, OpOverload) and not target._schema.returns and not is_mutable(target)
+
+
+def is_kept_by_torch(target: OpOverload) -> bool:
+    """Whether torch knows that a call has an effect; Inductor removes others whose results nobody reads."""
+    return is_impure(target)
 
 
 def flop_formula(target: object) -> Callable[..., int] | None:

@@ -1,4 +1,4 @@
-"""What a call does besides computing its result: the one place that says which calls draw, communicate or wait.
+"""What a call does besides computing its result: the one place that says which calls draw, communicate, wait or check.
 
 Such calls are never removed, merged, repeated or computed again by the compiler, though all values would stay the same:
 the next draw would be another, and all ranks of a group must issue the same list of collectives.
@@ -11,7 +11,7 @@ import operator
 import torch
 from torch.fx import Node
 
-from graphcomp.compat.operators import OpOverload
+from graphcomp.compat.operators import OpOverload, returns_nothing
 from graphcomp.compat.reads import READS
 from graphcomp.ir.collective_calls import is_start
 
@@ -48,6 +48,12 @@ def finds_places(node: Node) -> bool:
     return node.target is torch.ops.aten.nonzero_static.default
 
 
+def is_check(node: Node) -> bool:
+    """Whether a call has no result: it raises unless what it is given is right, as where a matrix is singular."""
+    return returns_nothing(node.target)
+
+
 def is_impure(node: Node) -> bool:
-    """Whether computing a node twice, or not at all, differs from computing it once: draws, collectives, waiting."""
-    return is_random(node) or is_collective(node) or reads_numbers(node)
+    """Whether computing a node twice, or not at all, differs from computing it once: draws, collectives, waiting,
+    checks."""
+    return is_random(node) or is_collective(node) or reads_numbers(node) or is_check(node)

@@ -10,6 +10,7 @@ from torch.fx import Node
 from graphcomp.ir import meta, spelling
 from graphcomp.ir.body import Body
 from graphcomp.ir.digest import digest
+from graphcomp.ir.effects import is_check
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
 from graphcomp.ir.signature import Size
@@ -69,7 +70,7 @@ def _lines(program: Program, notes: bool, groups: Mapping[str, str]) -> list[tup
         if node.op == "output":
             lines += [(node, text) for text in _results(program, call)]
             continue
-        found = meta.value(node)
+        found = () if is_check(node) else meta.value(node)
         head = f"  %{names[node]}: {spelling.value(found, symbols)}"
         if node.op == "placeholder":
             role = next(roles, None)

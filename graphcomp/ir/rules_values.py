@@ -9,7 +9,7 @@ import torch
 
 from graphcomp.compat.run_time_sizes import is_run_time_name
 from graphcomp.ir import meta, spelling
-from graphcomp.ir.effects import is_read_number, reads_numbers
+from graphcomp.ir.effects import is_check, is_read_number, reads_numbers
 from graphcomp.ir.fault import Fault
 from graphcomp.ir.program import Program
 from graphcomp.ir.signature import (
@@ -37,7 +37,7 @@ _MAY_YIELD_NOTHING = (torch.ops.aten.unbind.int,)  # of no rows
 
 def values(program: Program) -> Iterator[Fault]:
     for node in program.graph.nodes:
-        if node.op == "output":
+        if node.op == "output" or is_check(node):
             continue
         parts = list(_parts(meta.value(node)))
         if not parts and node.target in _MAY_YIELD_NOTHING:

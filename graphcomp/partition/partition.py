@@ -13,7 +13,7 @@ from graphcomp.errors import PartitionError
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.calls import upstream
-from graphcomp.ir.effects import is_collective, is_read_number
+from graphcomp.ir.effects import is_check, is_collective, is_read_number
 from graphcomp.ir.program import Program
 from graphcomp.ir.randomness import draws
 from graphcomp.ir.relations import is_checked
@@ -170,8 +170,9 @@ class _Cutter:
         """The owned nodes that some result needs; a sum that was split up, and dead code, are none."""
         wanted = [node for results in self.results.values() for _, node in results if node is not None]
         # A draw that nobody reads moves the random stream on all the same; a collective has to be issued by all ranks;
-        # what code relies on is checked where it is read.
-        kept = (node for node in self.program.calls() if draws(node) or is_collective(node) or is_checked(node))
+        # what code relies on is checked where it is read, and what a check is given where that is computed.
+        effects = (draws, is_collective, is_checked, is_check)
+        kept = (node for node in self.program.calls() if any(has_effect(node) for has_effect in effects))
         return {node for node in upstream([*wanted, *filter(self.slots.__contains__, kept)]) if node in self.slots}
 
     def _route(self) -> Routes:

@@ -12,7 +12,7 @@ from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.program import Program
 from graphcomp.ir.run_time_sizes import has_run_time_size
-from graphcomp.partition.traits import is_part
+from graphcomp.partition.traits import stays_with_source
 
 
 @dataclass(frozen=True, order=True)
@@ -36,7 +36,7 @@ def place(program: Program, cuts: Sequence[int], forward: Sequence[Node], replic
         while stage < last and position >= cuts[stage]:
             stage += 1
         source = node.all_input_nodes[0] if node.all_input_nodes else None
-        tied = source is not None and source in slots and is_part(node)
+        tied = source is not None and source in slots and stays_with_source(node)
         own = slots[source].stage if tied and source is not None else stage
         slots[node] = Slot(False, own)
         operation = meta.note(node).operation
@@ -48,7 +48,7 @@ def place(program: Program, cuts: Sequence[int], forward: Sequence[Node], replic
         operation = meta.note(node).operation
         bounds = [slots[n].stage for n in node.all_input_nodes if n in slots and slots[n].backward]
         source = node.all_input_nodes[0] if node.all_input_nodes else None
-        tied = source in slots and is_part(node)
+        tied = source in slots and stays_with_source(node)
         if operation in stage_of_operation and not tied:
             bounds.append(stage_of_operation[operation])
         if not bounds:  # a number made of sizes known at run time only stays where they are

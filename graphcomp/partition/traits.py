@@ -10,7 +10,7 @@ from graphcomp.compat.operators import OpOverload
 from graphcomp.ir import meta
 from graphcomp.ir import signature as role
 from graphcomp.ir.collective_calls import is_wait
-from graphcomp.ir.effects import is_impure
+from graphcomp.ir.effects import is_check, is_impure
 from graphcomp.ir.meta import Phase
 from graphcomp.ir.program import Program
 from graphcomp.ir.run_time_sizes import has_run_time_size
@@ -36,6 +36,11 @@ def is_view(node: Node) -> bool:
 def is_alias(node: Node) -> bool:
     """Whether a node is its argument under another name, strides and all."""
     return isinstance(node.target, OpOverload) and node.target.overloadpacket in _SAME
+
+
+def stays_with_source(node: Node) -> bool:
+    """Whether a node belongs to the stage of its first input: a part of it, or a check."""
+    return is_part(node) or is_check(node)
 
 
 def is_part(node: Node) -> bool:

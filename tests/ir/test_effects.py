@@ -15,16 +15,21 @@ import graphcomp.passes.effects
 from graphcomp.ir import effects
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-CALLS: list[tuple[Any, tuple[bool, bool]]] = [
-    (aten.relu.default, (False, False)),
-    (aten.bernoulli.p, (True, False)),
-    (c10d.all_reduce.default, (False, True)),
-    (c10d.wait_tensor.default, (False, True)),
-    (c10d.all_to_all_single.default, (False, True)),
-    (c10d.all_reduce_coalesced.default, (False, True)),
-    (torch.ops._c10d_functional_autograd.all_to_all_single.default, (False, True)),
-    (torch.ops.c10d.allreduce_.default, (False, True)),
-    (operator.add, (False, False)),
+Kinds = tuple[bool, bool, bool]
+NOTHING, RANDOM = (False, False, False), (True, False, False)
+COLLECTIVE, CHECK = (False, True, False), (False, False, True)
+CALLS: list[tuple[Any, Kinds]] = [
+    (aten.relu.default, NOTHING),
+    (aten.bernoulli.p, RANDOM),
+    (c10d.all_reduce.default, COLLECTIVE),
+    (c10d.wait_tensor.default, COLLECTIVE),
+    (c10d.all_to_all_single.default, COLLECTIVE),
+    (c10d.all_reduce_coalesced.default, COLLECTIVE),
+    (torch.ops._c10d_functional_autograd.all_to_all_single.default, COLLECTIVE),
+    (torch.ops.c10d.allreduce_.default, COLLECTIVE),
+    (aten._linalg_check_errors.default, CHECK),
+    (aten._foreach_neg_.default, NOTHING),
+    (operator.add, NOTHING),
 ]
 
 
@@ -33,9 +38,9 @@ def node_of(target: Callable[..., Any]) -> Node:
 
 
 @pytest.mark.parametrize(("target", "expected"), CALLS, ids=[str(target) for target, _ in CALLS])
-def test_kinds(target: Callable[..., Any], expected: tuple[bool, bool]) -> None:
+def test_kinds(target: Callable[..., Any], expected: Kinds) -> None:
     node = node_of(target)
-    assert (effects.is_random(node), effects.is_collective(node)) == expected
+    assert (effects.is_random(node), effects.is_collective(node), effects.is_check(node)) == expected
     assert effects.is_impure(node) == any(expected)
     if any(expected):
         assert graphcomp.passes.effects.has_effect(node)
