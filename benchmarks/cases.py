@@ -19,7 +19,8 @@ from systems import IGNORED, Batches, Graphcomp, Peer
 @dataclass(frozen=True)
 class Case:
     """lengths: None for `length` everywhere; else (median, spread) of a log-normal between 16 and `length`.
-    schedules: that graphcomp runs besides 1F1B, which is the peer's, and their numbers of stages."""
+    variants: what graphcomp is given besides 1F1B, which is the peer's, by name: options of a plan. cpp_wrapper: both
+    sides also with Inductor's code around its kernels in C++."""
 
     name: str
     title: str
@@ -29,11 +30,8 @@ class Case:
     length: int
     steps: int
     lengths: tuple[float, float] | None = None
-    schedules: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def split(self) -> list[str]:
-        return [f"blocks.{self.config.layers // 2}"]
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    cpp_wrapper: bool = False
 
 
 CASES = {
@@ -45,7 +43,10 @@ CASES = {
         8,
         256,
         steps=1,
-        schedules={"interleaved-1f1b": 4},
+        variants={
+            "interleaved-1f1b": {"schedule": "interleaved-1f1b", "stages": 4},
+            "hand cut": {"split": ["blocks.4"]},
+        },
     ),
     "b": Case(
         "b",
@@ -55,7 +56,8 @@ CASES = {
         32,
         16,
         steps=4,
-        schedules={"eager-1f1b": 2},
+        variants={"eager-1f1b": {"schedule": "eager-1f1b"}},
+        cpp_wrapper=True,
     ),
     "c": Case("c", "as (a), lengths log-normal between 16 and 512", Config(), 2, 8, 512, steps=2, lengths=(96, 0.8)),
 }
@@ -86,17 +88,20 @@ def pipeline(rank: int, name: str, repeats: int) -> dict[str, Any]:
     contestants: dict[str, Any] = {}
     ready: dict[str, float] = {}
     runs: dict[str, Callable[[], torch.Tensor]] = {}
+    peer = partial(Peer, case.config, case.microbatches, case.length)
     makers: dict[str, Callable[[], Any]] = {
         "graphcomp": lambda: Graphcomp(case.config),
         **{
-            f"graphcomp, {other}": partial(Graphcomp, case.config, schedule=other, stages=stages)
-            for other, stages in case.schedules.items()
+            f"graphcomp, {other}": partial(Graphcomp, case.config, **options)
+            for other, options in case.variants.items()
         },
-        "peer, eager": lambda: Peer(case.config, case.microbatches, case.length, compiled=False),
-        "peer, compiled": lambda: Peer(case.config, case.microbatches, case.length, compiled=True),
+        "peer, eager": partial(peer, None),
+        "peer, compiled": partial(peer, {}),
     }
-    if name == "a":
-        makers["graphcomp, hand cut"] = lambda: Graphcomp(case.config, case.split)
+    if case.cpp_wrapper:
+        options = {"cpp_wrapper": True}
+        makers["graphcomp, C++ wrapper"] = lambda: Graphcomp(case.config, compile_options=options)
+        makers["peer, compiled, C++ wrapper"] = partial(peer, options)
     gradients: dict[str, dict[str, torch.Tensor]] = {}
     with console.status("") as status:
         for label, maker in makers.items():

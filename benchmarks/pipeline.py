@@ -4,9 +4,9 @@
 
 Two processes over gloo, one thread each. In one run and in alternation: graphcomp, and the peer on hand-cut
 halves, once eager and once under torch.compile. graphcomp cuts where it finds the load balanced and runs the
-peer's schedule; in (a) also with the peer's cut, in (a) and (b) also with another schedule. Every case is
-printed, also where the peer wins. Clock times mean something on an idle machine only; the processor time of
-each rank, without the other's, is printed beside them.
+peer's schedule; in (a) also with the peer's cut, in (a) and (b) also with another schedule, and in (b) both
+also with Inductor's C++ wrapper. Every case is printed, also where the peer wins. Clock times mean something on
+an idle machine only; the processor time of each rank, without the other's, is printed beside them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from rich.table import Table  # noqa: E402
 from graphcomp.testing import run_ranks  # noqa: E402
 
 TIMEOUT = 3600.0
-PEERS = ("peer, eager", "peer, compiled")
 
 
 def main() -> None:
@@ -93,15 +92,8 @@ def _pipeline(found: dict[str, Any]) -> Table:
         f"largest relative difference of a gradient {found['difference']:.1e}"
     )
     shown = Table(title=f"({found['case']}) {found['title']}", caption=caption)
-    headings = (
-        "",
-        "s/step, min",
-        "median",
-        "CPU s/step by rank",
-        "valid tokens/s",
-        "of the eager peer",
-        "of the compiled",
-    )
+    peers = [label for label in seconds if label.startswith("peer")]
+    headings = ("", "s/step, min", "median", "CPU s/step by rank", "valid tokens/s", *(f"of {peer}" for peer in peers))
     for heading in (*headings, "peak MB by rank", "first step, s"):
         shown.add_column(heading, justify="left" if not heading else "right")
     for label, each in seconds.items():
@@ -112,7 +104,7 @@ def _pipeline(found: dict[str, Any]) -> Table:
             f"{middle:.4f}",
             ", ".join(f"{min(rank):.4f}" for rank in found["busy"][label]),
             f"{found['valid tokens'] / middle:.0f}",
-            *("" if label in PEERS else _share(each, seconds[peer]) for peer in PEERS),
+            *("" if label in peers else _share(each, seconds[peer]) for peer in peers),
             ", ".join(f"{peak / 1e6:.1f}" for peak in found["peak"][label]),
             f"{found['first step'][label]:.1f}",
         )

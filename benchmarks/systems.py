@@ -3,7 +3,7 @@ of microbatches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,14 +20,12 @@ IGNORED = -100
 
 
 class Graphcomp:
-    """The whole model, a plan, and one call. split: None for the balanced cut."""
+    """The whole model, a plan with these options, and one call."""
 
-    def __init__(
-        self, config: Config, split: list[str] | None = None, schedule: str = "1f1b", stages: int | None = None
-    ) -> None:
+    def __init__(self, config: Config, **options: Any) -> None:
         self.model = make(config)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
-        plan = gc.Plan(mesh=mesh, schedule=schedule, split=split, stages=stages, quiet=True)
+        plan = gc.Plan(mesh=mesh, quiet=True, **options)
         self.step = gc.compile_train_step(self.model, token_loss, plan=plan)
 
     def run(self, batches: Batches) -> torch.Tensor:
@@ -48,9 +46,13 @@ class Peer:
     It is spared what it cannot do itself: all microbatches come as one tensor, padded to `length` (its
     stages take one shape for the whole run); the number of tokens of the step is known to its loss; no
     outputs are returned; and the loss is left on the last rank.
+
+    compile_options: of `torch.compile`; None: it runs eagerly.
     """
 
-    def __init__(self, config: Config, microbatches: int, length: int, compiled: bool) -> None:
+    def __init__(
+        self, config: Config, microbatches: int, length: int, compile_options: Mapping[str, Any] | None
+    ) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         model = make(config)
         self.names = {id(p): name for name, p in model.named_parameters()}
@@ -58,8 +60,9 @@ class Peer:
         self.length, self.first = length, rank == 0
         self.tokens = torch.ones(())
         module, loss = self.half, self._loss
-        if compiled:
-            module, loss = torch.compile(module, dynamic=False), torch.compile(loss, dynamic=False)
+        if compile_options is not None:
+            options = dict(compile_options)
+            module, loss = (torch.compile(one, dynamic=False, options=options) for one in (module, loss))
         stage = PipelineStage(module, rank, world, torch.device("cpu"))
         self.schedule = Schedule1F1B(stage, microbatches, loss_fn=loss, scale_grads=False)
 
