@@ -58,6 +58,7 @@ class Labels:
     region: int | None = None  # the checkpointed region that runs
     made: list[Node] = field(default_factory=list)  # in that region, since its policy was asked last
     parallel: dict[int, bool] = field(default_factory=dict)  # autograd nodes: whether recorded under loss_parallel
+    sources: dict[int, str | None] = field(default_factory=dict)  # autograd nodes: the user's line that recorded them
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -67,24 +68,32 @@ class Labels:
 
     def _stamp(self, node: Node) -> None:
         backward = self.phase is Phase.BACKWARD
+        source = None if backward and not self.hook else user_line(sys._getframe(2))
         # A custom autograd Function takes its number before its forward runs, hence "the last one given".
         node.meta[_SEQUENCE] = self.sequence if backward else next_sequence_number() - 1
         if not backward:  # what records no autograd node has the last one's number: the first one decides
             self.parallel.setdefault(node.meta[_SEQUENCE], loss_parallel_is_on())
+            self.sources.setdefault(node.meta[_SEQUENCE], source)
         if self.role is not None:
             node.meta[_ROLE] = self.role
-        source = None if backward and not self.hook else user_line(sys._getframe(2))
         is_sum = backward and self.sequence is None and not self.hook and node.target in _ADDITIONS
         region = None if backward else self.region
         annotate(node, Note(self.phase, self.module, source, gradient_sum=is_sum, recompute=region))
         if region is not None:
             self.made.append(node)
 
+    def _first_made(self, number: int) -> int:
+        """The number that the first nodes made for an autograd node have: what `loss_parallel` makes of an operator
+        takes numbers of its own, so it may be a later one."""
+        return next((each for each in self.parallel if each >= number), -1)  # they ascend
+
     def _was_parallel(self, number: int) -> bool:
-        """Whether an autograd node was recorded under `loss_parallel`. What that makes of an operator takes numbers of
-        its own, so the first nodes made for it may have a later one."""
-        later = next((each for each in self.parallel if each >= number), None)  # they ascend
-        return later is not None and self.parallel[later]
+        """Whether an autograd node was recorded under `loss_parallel`."""
+        return self.parallel.get(self._first_made(number), False)
+
+    def differentiated(self) -> str | None:
+        """The user's line whose backward runs, or has failed."""
+        return None if self.sequence is None else self.sources.get(self._first_made(self.sequence))
 
     @contextlib.contextmanager
     def standing_for(self, role: Role) -> Iterator[None]:

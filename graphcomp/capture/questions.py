@@ -35,6 +35,10 @@ _UNIQUE = Question(
     "give each row one number and ask for the different numbers: torch.unique(x @ radix, return_inverse=True); or "
     "number the rows in the loader and pass the result as a batch field",
 )
+_LEAST_SQUARES = Question(
+    "it asks for the residuals of a least squares solution, and how many there are depends on the rank of the matrix",
+    "torch.linalg.pinv(A) @ B; or, for a matrix of full rank, torch.linalg.qr(A) and torch.linalg.solve_triangular",
+)
 _PACKED = Question(
     "it packs a padded sequence, and how long the result is depends on the contents of the lengths",
     "run the layer on the padded batch and mask its results; gather the last valid step by its index",
@@ -49,6 +53,7 @@ _QUESTIONS = {
     "aten::_unique": _UNIQUE,
     "aten::unique_dim": _UNIQUE,
     "aten::unique_dim_consecutive": _UNIQUE,
+    "aten::linalg_lstsq": _LEAST_SQUARES,
     "aten::_pack_padded_sequence": _PACKED,
 }
 

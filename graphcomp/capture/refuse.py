@@ -14,8 +14,10 @@ from torch import nn
 from graphcomp.capture.labels import Labels, error_line
 from graphcomp.capture.questions import question_of
 from graphcomp.capture.taken import refusal
+from graphcomp.compat.fakes import wants_plain_sizes
 from graphcomp.compat.higher_order import FunctionsRefusedError
 from graphcomp.compat.operators import target_name
+from graphcomp.compat.symbols import HAS_NO_FAKE, asked_operator
 from graphcomp.errors import CaptureError, StateError
 from graphcomp.ir import meta
 from graphcomp.ir.meta import Phase
@@ -106,8 +108,9 @@ def explained(model: nn.Module, labels: Labels) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        line = error_line(error.__traceback__)
+        line = error_line(error.__traceback__) or labels.differentiated()
         name = labels.failed or labels.module
+        where = f"module '{name}', {line}" if name else line
         asked = question_of(error)
         if asked is not None:
             raise CaptureError(
@@ -117,13 +120,26 @@ def explained(model: nn.Module, labels: Labels) -> Iterator[None]:
                 do=asked.do,
             ) from error
         if isinstance(error, CaptureError | StateError) and error.where is None:
-            raise error.at(f"module '{name}', {line}" if name else line) from error.__cause__
+            raise error.at(where) from error.__cause__
         if isinstance(error, FunctionsRefusedError):
-            raise refusal(error, f"module '{name}', {line}" if name else line) from error
+            raise refusal(error, where) from error
+        if wants_plain_sizes(error):
+            raise CaptureError(
+                "an operation of torch takes sizes of the batch as plain numbers only",
+                where=where or labels.phase,
+                do="compute it with other operations; or make the sizes it depends on plain numbers, as int(n) does, "
+                "which is a program for each",
+            ) from error
+        if isinstance(error, HAS_NO_FAKE):
+            raise CaptureError(
+                f"torch cannot foretell the results of operator '{asked_operator(error)}', so it cannot be traced",
+                where=where or labels.phase,
+                do="compute it with other operations; if it is an operator of yours, torch.library.register_fake",
+            ) from error
         if isinstance(error, TypeError) and "unhashable type: non-nested SymInt" in str(error):
             raise CaptureError(
                 "the code uses a size of the batch as a key, which a size that may be any number cannot be",
-                where=f"module '{name}', {line}" if name else line,
+                where=where,
                 expected="a plain number",
                 got="a size, in a dict, a set or the arguments of a function under functools.cache",
                 do="make it a plain number: table[int(n)], which is one program for each size; or compute what the "

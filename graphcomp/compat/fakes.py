@@ -1,13 +1,15 @@
-"""Fake results of operators whose kernels take more than torch's own fakes of them. Fakes have no public registry that
-can be left again."""
+"""Fake results of operators whose kernels take more than torch's own fakes of them, and of those whose fakes take plain
+sizes only, though they have a second body. Fakes have no public registry that can be left again."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -28,8 +30,13 @@ def _grouped_mm(
 FAKES: dict[Any, Callable[..., Any]] = {torch.ops.aten._grouped_mm.default: _grouped_mm, **higher_order.FAKES}
 
 
+def wants_plain_sizes(error: BaseException | None) -> bool:
+    """Whether code in C++ that takes sizes as plain numbers was given symbolic ones."""
+    return isinstance(error, RuntimeError) and "expected to contain only concrete integers" in str(error)
+
+
 class TracingMode(FakeTensorMode):
-    """A fake mode that knows `FAKES`."""
+    """A fake mode that knows `FAKES`. Where an operator wants plain sizes, it takes the bodies that do not."""
 
     supports_higher_order_operators = True
 
@@ -44,7 +51,28 @@ class TracingMode(FakeTensorMode):
         if isinstance(func, HigherOrderOperator):
             do = "write it out in plain operations"
             raise higher_order.FunctionsRefusedError(func.name(), "which a program cannot hold", do)
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        except RuntimeError as error:
+            if not wants_plain_sizes(error):
+                raise
+        with enable_python_dispatcher():  # which makes all operators slow, so it is on for those alone that need it
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+@contextlib.contextmanager
+def second_attempts_unlogged() -> Iterator[None]:
+    """Within, torch does not log, with its traceback, that a fake wants plain sizes."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(_is_worth_a_line)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_worth_a_line)
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    return not wants_plain_sizes(record.exc_info[1] if record.exc_info else None)
 
 
 @contextlib.contextmanager

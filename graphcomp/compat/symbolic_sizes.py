@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 from graphcomp.compat.function_modes import FunctionMode
 from graphcomp.compat.replaced import replaced
 
+_TRANSFORMS = [(inverse, kind, form) for inverse in ("", "i") for kind in ("", "r", "h") for form in ("", "2", "n")]
+
 CONCRETE = frozenset(
     {
         F.pad,
@@ -34,8 +36,10 @@ CONCRETE = frozenset(
         torch.Tensor.trace,
         torch.diag,
         torch.Tensor.diag,
-        torch.baddbmm,
-        torch.Tensor.baddbmm,
+        torch.linalg.pinv,
+        torch.pinverse,
+        torch.Tensor.pinverse,
+        *(getattr(torch.fft, f"{inverse}{kind}fft{form}") for inverse, kind, form in _TRANSFORMS),
         torch.lstm,
         torch.gru,
         torch.rnn_tanh,

@@ -9,7 +9,12 @@ import sympy
 import torch
 from torch._dynamo.source import LocalSource
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -115,6 +120,10 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 """What fake tensors raise when code asks for the contents of a tensor."""
 ASKS_SIZE = GuardOnDataDependentSymNode
 """What is raised when code asks for a size that is known at run time only (see `compat.run_time_sizes`)."""
+
+
+HAS_NO_FAKE = UnsupportedOperatorException
+"""What fake tensors raise for an operator whose results they cannot foretell."""
 
 
 def asked_operator(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.nn.utils.stateless import _reparametrize_module
 
 from graphcomp.compat.closures import TakeFunctions, as_written_by_the_user
+from graphcomp.compat.fakes import second_attempts_unlogged
 from graphcomp.compat.operators import OpOverload
 from graphcomp.compat.symbolic_sizes import SymbolicSizes, sizes_in_text, whole_numbers
 
@@ -60,14 +61,6 @@ def swapped_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> contex
     return _reparametrize_module(model, dict(state), tie_weights=True, stack_weights=True)
 
 
-def _expand_first(bias: Any, left: Any, right: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    """baddbmm with its first argument expanded: the operator itself cannot expand it to symbolic sizes."""
-    shape = (left.shape[0], left.shape[1], right.shape[2])
-    if tuple(bias.shape) == shape:
-        return NotImplemented  # which keeps the operator as it is
-    return torch.ops.aten.baddbmm.default(bias.expand(shape), left, right, beta=beta, alpha=alpha)
-
-
 @contextlib.contextmanager
 def _no_fused_attention() -> Iterator[None]:
     """Attention layers in eval mode take, for padded batches, a fused path on nested tensors, which has no fakes."""
@@ -92,9 +85,8 @@ def trace(
     rules: what is done in place of operators; NotImplemented for one that stays as it is.
     functions: what is called in place of functions, above autograd.
     """
-    table: dict[Any, Callable[..., Any]] = {torch.ops.aten.baddbmm.default: _expand_first, **(rules or {})}
-    sizes = (SymbolicSizes(functions or {}), whole_numbers(), sizes_in_text(is_user_file))
+    sizes = (SymbolicSizes(functions or {}), second_attempts_unlogged(), whole_numbers(), sizes_in_text(is_user_file))
     with contextlib.ExitStack() as stack:
         for context in (*sizes, _no_fused_attention(), as_written_by_the_user(), TakeFunctions()):
             stack.enter_context(context)
-        return make_fx(function, table, tracing_mode="real", _allow_non_fake_inputs=True)(*arguments)
+        return make_fx(function, dict(rules or {}), tracing_mode="real", _allow_non_fake_inputs=True)(*arguments)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -78,6 +79,33 @@ def test_code_that_decides_on_contents(code: Callable[[Any, Tensor], Any], do: s
         do,
         "(see docs/errors.md#captureerror)",
     ):
+        capture(model, loss_fn, batch())
+
+
+def grid(model: Any, h: Tensor) -> Tensor:
+    return h * F.affine_grid(h[:, :2, :3], (h.shape[0], 1, h.shape[1], 8), align_corners=False)[..., 0]
+
+
+def reflections(model: Any, h: Tensor) -> Tensor:
+    return h * torch.geqrf(h.detach())[0].sum()
+
+
+def least_squares(model: Any, h: Tensor) -> Tensor:
+    return h + torch.linalg.lstsq(h, h)[0].sum()
+
+
+@pytest.mark.parametrize(
+    ("code", "what", "do"),
+    [
+        (grid, "an operation of torch takes sizes of the batch as plain numbers only", "as int(n) does"),
+        (reflections, "torch cannot foretell the results of operator 'aten::geqrf'", "with other operations"),
+        (least_squares, "it asks for the residuals of a least squares solution", "torch.linalg.pinv(A) @ B"),
+    ],
+)
+def test_operations_that_cannot_be_traced(code: Callable[[Any, Tensor], Any], what: str, do: str) -> None:
+    model = Code(code)
+    where = f"tests/capture/test_refuse.py:{code.__code__.co_firstlineno + 1}"
+    with refused(CaptureError, model, what, where, do):
         capture(model, loss_fn, batch())
 
 

@@ -46,6 +46,12 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "solve with a matrix of the batch": lambda x, h: linalg.solve(products(x), h),
     "inv": lambda x, h: linalg.inv(products(h)) @ h,
     "slogdet": lambda x, h: h * linalg.slogdet(products(h))[1][:, None, None],
+    "cholesky": lambda x, h: linalg.cholesky(products(h)) @ h,
+    "solve_triangular": lambda x, h: linalg.solve_triangular(products(h).tril(), h, upper=False),
+    "cholesky_solve": lambda x, h: torch.cholesky_solve(h, linalg.cholesky(products(x))),
+    "qr": lambda x, h: linalg.qr(products(h))[0] @ h,
+    "pinv": lambda x, h: linalg.pinv(products(h)) @ h,
+    "a padded transform": lambda x, h: h * torch.fft.rfft(h, n=16, dim=1).abs().sum(1, keepdim=True),
     "in place before": lambda x, h: linalg.inv(products(h).mul_(2).add_(1)) @ h,
 }
 BATCHES = (3, 5, 4), (2, 6, 4)

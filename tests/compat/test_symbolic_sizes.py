@@ -19,9 +19,10 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "pad": lambda x: F.pad(x, (0, 0, 0, 1)),
     "interpolate": lambda x: F.interpolate(x, scale_factor=2),
     "unfold": lambda x: F.unfold(x[:, None], (2, 2)),
-    "baddbmm": lambda x: torch.baddbmm(torch.ones(1, 1, 1), x, x.mT),
     "trace": lambda x: torch.trace(x[:, :6, 0] @ x[:, :6, 0].mT),
     "diag": lambda x: (x[..., 0] @ x[..., 1].mT).diag(1),
+    "pinv": lambda x: torch.linalg.pinv(x @ x.mT + torch.eye(x.shape[1])),
+    "fft": lambda x: torch.fft.rfft(x, n=16, dim=1).abs(),
     "bilinear": lambda x: F.bilinear(x, x, torch.ones(3, 6, 6)),
 }
 
