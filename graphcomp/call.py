@@ -51,9 +51,11 @@ class Options:
     def numbers(self) -> tuple[float, ...]:
         """The same in numbers that are alike in every process."""
         given = number_of(repr((self.tokens, self.amounts, self.fractions))) if self.tokens else 0
-        scale = number_of(repr(self.loss_scale)) if self.loss_scale != 1 else 0  # Python's hash is of -1.0 as of -2.0
+        # Not the scale itself: Python's hashes of -1.0 and of -2.0 are equal.
+        scale = number_of(repr(float(self.loss_scale))) if self.loss_scale != 1 else 0
         outputs = ("none", "local", "all").index(self.outputs)
-        return self.training, self.holds, len(self.stops), self.inspects, outputs, scale, given
+        stops = ("", "prepared", "counted").index(self.stops)
+        return self.training, self.holds, stops, self.inspects, outputs, scale, given
 
     def __str__(self) -> str:
         kind = "a training" if self.training else "an evaluation"
