@@ -227,7 +227,7 @@ def test_what_goes_wrong_before_a_step_goes_wrong_on_all_ranks(mode: str) -> Non
         assert shows(found["mode again"], "a training step", "an evaluation step")
         assert shows(found["scale"], "loss_scale=1.0", "loss_scale=2.0")
         assert shows(found["outputs"], "outputs='none'", "outputs='all'")
-        assert shows(found["tokens"], "tokens of ()", "tokens of ('loss',)")
+        assert shows(found["tokens"], "tokens {}", "tokens {'loss': 5}")
         assert found["unknown"].startswith("StepError: the step has no loss named 'lost'")
         assert shows(found["frozen"], "parameter 'head.weight' of 'head': ", "requires_grad=False")
         if mode == "regather":

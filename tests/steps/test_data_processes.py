@@ -277,8 +277,8 @@ def test_what_a_step_sends(mode: str) -> None:
         gathered = {"replicate": 0, "shard": 1, "regather": (8, 4)[stage]}[mode]  # the last stage fuses F and B
         assert len(wire.of("all_gather")) == gathers * gathered
         assert len(wire.of("reduce_scatter")) == (0 if mode == "replicate" else reductions)
-        # the counts; gradients; losses over the pipeline, then over data ranks
-        assert len(wire.of("all_reduce")) == 1 + (reductions if mode == "replicate" else 0) + 2
+        # the counts; gradients; losses over data ranks
+        assert len(wire.of("all_reduce")) == 1 + (reductions if mode == "replicate" else 0) + 1
         # an activation and a gradient of each microbatch, and the tied weight's gradient, up and down again
         assert len(wire.of("send")) == len(wire.of("recv")) == 4 + 1
         messages = wire.places("send", "recv")[:8]
@@ -288,7 +288,7 @@ def test_what_a_step_sends(mode: str) -> None:
         assert [call.elements for call in wire.of("host")] == [7] and wire.calls[0].kind == "host"
         assert {call.kind for call in wire.calls} <= {"host", "send", "recv", *COLLECTIVES}
         for stats, seen in ((found["stats"], wire), (found["counted"], found["nothing"])):
-            assert stats["collectives"] == len(seen.of(*COLLECTIVES))
+            assert stats["collectives"] == len(seen.of(*COLLECTIVES)) + 1  # losses over the pipeline, over sockets
             assert stats["messages"] == len(seen.of("send"))
             assert stats["bytes_sent"] == sum(call.nbytes for call in seen.of("send"))
 
@@ -308,7 +308,7 @@ def test_what_an_evaluation_sends(mode: str) -> None:
         stage = rank // 2
         wire, gathers = found["evaluation"], len(found["step"].of("all_gather"))
         assert len(wire.of("all_gather")) == (gathers // 2 if mode == "regather" and stage == 0 else gathers)
-        assert (len(wire.of("all_reduce")), len(wire.of("reduce_scatter"))) == (3, 0)
+        assert (len(wire.of("all_reduce")), len(wire.of("reduce_scatter"))) == (2, 0)
         assert (len(wire.of("send")), len(wire.of("recv"))) == ((4, 0), (0, 4))[stage]
 
 
