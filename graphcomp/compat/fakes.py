@@ -4,7 +4,6 @@ sizes only, though they have a second body. Fakes have no public registry that c
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from graphcomp.compat import higher_order
+from graphcomp.compat.logs import unlogged
 from graphcomp.compat.replaced import replaced
 
 
@@ -60,19 +60,12 @@ class TracingMode(FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
-@contextlib.contextmanager
-def second_attempts_unlogged() -> Iterator[None]:
+def second_attempts_unlogged() -> contextlib.AbstractContextManager[None]:
     """Within, torch does not log, with its traceback, that a fake wants plain sizes."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    logger.addFilter(_is_worth_a_line)
-    try:
-        yield
-    finally:
-        logger.removeFilter(_is_worth_a_line)
-
-
-def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    return not wants_plain_sizes(record.exc_info[1] if record.exc_info else None)
+    return unlogged(
+        "torch._subclasses.fake_tensor",
+        lambda record: wants_plain_sizes(record.exc_info[1] if record.exc_info else None),
+    )
 
 
 @contextlib.contextmanager

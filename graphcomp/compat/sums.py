@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from graphcomp.compat.logs import unlogged
+
 aten = torch.ops.aten
 
 
@@ -51,16 +53,12 @@ def products_in_place() -> Iterator[None]:
 
     if aten.addmm_.default not in lowerings:
         make_fallback(aten.addmm_.default, warn=False)
-    log = logging.getLogger("torch._inductor.ir")
-    log.addFilter(_is_of_another_operator)
-    try:
+    with unlogged("torch._inductor.ir", _is_of_that_operator):
         yield
-    finally:
-        log.removeFilter(_is_of_another_operator)
 
 
-def _is_of_another_operator(record: logging.LogRecord) -> bool:
-    return not (isinstance(record.args, tuple) and any(one is aten.addmm_.default for one in record.args))
+def _is_of_that_operator(record: logging.LogRecord) -> bool:
+    return isinstance(record.args, tuple) and any(one is aten.addmm_.default for one in record.args)
 
 
 def _add_products(graph: Graph, total: Node, place: Node) -> Node:
