@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import platform
@@ -18,7 +17,7 @@ import torch
 from graphcomp.capture.facts import Facts
 from graphcomp.capture.spelled import PASSING, Subject, difference, spelled
 from graphcomp.capture.state import Captured, Reachable
-from graphcomp.compat.inductor_options import options_text
+from graphcomp.compat.inductor_options import options_text, source_text
 from graphcomp.compiler import GraphCompiler, Specialisation
 from graphcomp.errors import ArtifactError
 from graphcomp.ir.digest import digest
@@ -210,12 +209,8 @@ def _name_of_captured(value: object) -> str | None:
 
 def _own_source() -> str:
     """The text of graphcomp itself: between two releases programs may change."""
-    seen = hashlib.sha256()
-    for package in ("graphcomp", "graphcomp.passes"):
-        for folder in import_module(package).__path__:
-            for file in sorted(Path(folder).rglob("*.py")):
-                seen.update(file.read_bytes())
-    return seen.hexdigest()[:16]
+    packages = map(import_module, ("graphcomp", "graphcomp.passes"))
+    return source_text(*(Path(folder) for package in packages for folder in package.__path__))
 
 
 def _version(package: str) -> str:

@@ -100,10 +100,10 @@ def with_options(options: Mapping[str, Any]) -> Iterator[None]:
 
 
 @cache
-def source_text(folder: Path) -> str:
-    """A digest of all Python files of a folder."""
+def source_text(*folders: Path) -> str:
+    """A digest of all Python files of these folders and of those below."""
     seen = hashlib.sha256()
-    for file in sorted(folder.glob("*.py")):
+    for file in (file for folder in folders for file in sorted(folder.rglob("*.py"))):
         seen.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
     return seen.hexdigest()[:16]
 
