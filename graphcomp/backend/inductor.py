@@ -157,9 +157,11 @@ def _compile(program: Program, groups: Mapping[str, str], options: Mapping[str, 
 
 def _check_devices(program: Program, options: Mapping[str, Any]) -> None:
     """Code in C++ around kernels of a device is tuned and loaded by other options, which nobody has tried here."""
+    if not writes_cpp(options):
+        return
     tensors = (meta.tensor(node) for node in program.graph.nodes)
     other = next((x.device for x in tensors if x is not None and x.device.type != "cpu"), None)
-    if other is not None and writes_cpp(options):
+    if other is not None:
         raise BackendError(
             f"Inductor's option 'cpp_wrapper' is for programs on CPU, and program '{program.name}' is not",
             where=f"program '{program.name}'",
