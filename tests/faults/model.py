@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import graphcomp as gc
 from graphcomp.runtime.program import step_calls, transport
 from graphcomp.runtime.ranks.chain import Chain as ChainOfRanks
+from graphcomp.runtime.ranks.layout import Layout
 
 WIDTH = 4
 
@@ -65,8 +66,8 @@ class Armed:
         for owner, name, place in (
             (transport.ProcessTransport, "send", "send"),
             (transport._ProcessReceive, "wait", "receive"),
+            (Layout, "add_up", "close"),  # over the pipeline, and then over data ranks
             (dist, "all_reduce", "close"),
-            (ChainOfRanks, "add", "close"),
             (ChainOfRanks, "gather", "compare"),
         ):
             setattr(owner, name, self._passing(getattr(owner, name), place))

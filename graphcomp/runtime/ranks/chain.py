@@ -26,22 +26,19 @@ class Chain:
 
     def add(self, vector: torch.Tensor) -> None:
         """Add it up over the ranks, in place."""
-        self._add(vector)
+        if self.after is not None:
+            share = torch.empty_like(vector)
+            self.after.post([share]).wait()
+            vector += share
+        if self.before is not None:
+            self.before.send([vector])
+            self.before.post([vector]).wait()
+        if self.after is not None:
+            self.after.send([vector])
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks, in their order."""
         rows = row.new_zeros(self.length, *row.shape)
         rows[self.place] = row
-        self._add(rows)
+        self.add(rows)
         return rows
-
-    def _add(self, values: torch.Tensor) -> None:
-        if self.after is not None:
-            share = torch.empty_like(values)
-            self.after.post([share]).wait()
-            values += share
-        if self.before is not None:
-            self.before.send([values])
-            self.before.post([values]).wait()
-        if self.after is not None:
-            self.after.send([values])
